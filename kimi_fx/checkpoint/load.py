@@ -1,0 +1,179 @@
+"""A plan filled with tensors: from a checkpoint, or at random.
+
+Leaves are read one by one in the plan's order, as views of the mapped files, joined into tensors of their
+own, cast and moved. A layer's INT4 experts are packed as soon as they are there. Checks first
+(`preflight.py`), so that nothing is missing or unexpected once data is read.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from ..config import DrafterModel, TargetModel
+from ..graphs.params import DrafterParams, Experts, Leaf, TargetParams, drafter_plan, target_plan
+from ..graphs.pytree import tree_leaves, tree_map
+from ..ops.marlin import dequantise, marlin_pack, marlin_pack_scales
+from .files import first_few, read_entries, refuse
+from .preflight import DRAFTER, TARGET, Layout, check, shape_name
+
+P = TypeVar("P")
+PACKED_AT_ONCE = 32  # experts
+LINE_SECONDS = 10.0  # between progress lines where there is no terminal
+
+
+def load_target(
+    folder: Path, model: TargetModel, device: torch.device | str, dtype: torch.dtype, progress: bool = True
+) -> TargetParams:
+    """Weights of a Kimi K2.x text model, floating leaves in `dtype`, router and its bias in fp32.
+
+    Raises CheckpointError with everything that is wrong with the folder.
+    """
+    return _load(target_plan(model), folder, TARGET, device, dtype, progress)
+
+
+def load_drafter(
+    folder: Path, model: DrafterModel, device: torch.device | str, dtype: torch.dtype, progress: bool = True
+) -> DrafterParams:
+    """Weights of a DFlash drafter in `dtype`; errors as in `load_target`."""
+    return _load(drafter_plan(model), folder, DRAFTER, device, dtype, progress)
+
+
+def random_params(plan: P, seed: int, device: torch.device | str, dtype: torch.dtype) -> P:
+    """Weights of the plan's shapes: normal of deviation 0.02, norms 1, experts of about that size.
+
+    The same seed gives the same weights on the same kind of device.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(leaf: Leaf) -> Tensor:
+        if leaf.init == "ones":
+            return torch.ones(leaf.shape, device=device)
+        if leaf.init == "words":
+            low, high = -(2**31), 2**31
+            return torch.randint(low, high, leaf.shape, generator=generator, dtype=leaf.stored, device=device)
+        if leaf.init == "scales":  # codes deviate by 4.6
+            spread = torch.rand(leaf.shape, generator=generator, device=device) + 0.5
+            return (0.004 * spread).to(leaf.stored)
+        return torch.randn(leaf.shape, generator=generator, device=device) * 0.02
+
+    return _fill(plan, draw, device, dtype)
+
+
+def pack_experts(experts: Experts, dtype: torch.dtype, device: torch.device | str) -> Experts:
+    """Experts as `marlin_moe` takes them, from the logical form described at `Experts`.
+
+    On a CPU the weights bf16(q * scale), cast to `dtype`: w13 [E, D, 2I], w2 [E, I, D], scales None.
+    Elsewhere Marlin words and scales: w13 [E, D/16, 4I] i32, s13 [E, D/group, 2I], w2 [E, I/16, 2D] i32,
+    s2 [E, I/group, D].
+    """
+    w13, s13 = experts.w13.flatten(1, 2), experts.s13.flatten(1, 2)
+    if torch.device(device).type == "cpu":
+
+        def unpack(words: Tensor, scales: Tensor) -> Tensor:
+            return dequantise(words, scales).transpose(1, 2).to(dtype).contiguous()
+
+        return Experts(unpack(w13, s13), None, unpack(experts.w2, experts.s2), None)
+
+    def pack(words: Tensor) -> Tensor:  # some experts at a time: a code passes through a byte
+        return torch.cat([marlin_pack(some.to(device)) for some in words.split(PACKED_AT_ONCE)])
+
+    s13, s2 = (marlin_pack_scales(scales.to(device)) for scales in (s13, experts.s2))
+    return Experts(pack(w13), s13, pack(experts.w2), s2)
+
+
+def _load(plan: P, folder: Path, layout: Layout, device: torch.device | str, dtype: torch.dtype, progress: bool) -> P:
+    entries = read_entries(folder)
+    prefix = check(plan, entries, layout, str(folder)).prefix
+    total = sum(_bytes(leaf) for leaf in tree_leaves(plan))
+    with ExitStack() as stack, _meter(total, folder.name, progress) as advance:
+        opened = cache(lambda file: stack.enter_context(safe_open(file, framework="pt")))
+
+        def tensor(name: str) -> Tensor:  # a view of the mapped file
+            return opened(entries[prefix + name].file).get_tensor(prefix + name)
+
+        def read(leaf: Leaf) -> Tensor:
+            if leaf.init == "words":
+                _check_shapes(leaf, tensor, str(folder))
+            value = _assemble(leaf, tensor)
+            advance(_bytes(leaf), entries[prefix + leaf.sources[-1].name].file.name)
+            return value
+
+        return _fill(plan, read, device, dtype)
+
+
+def _fill(plan: P, value: Callable[[Leaf], Tensor], device: torch.device | str, dtype: torch.dtype) -> P:
+    """The plan with `value(leaf)` in place of each leaf that is not made, experts packed."""
+
+    def place(leaf: Leaf) -> Tensor:
+        made = leaf.make() if leaf.make else value(leaf)
+        return made.to(device, leaf.dtype or dtype)
+
+    def node(part: Leaf | Experts) -> Tensor | Experts:
+        return pack_experts(tree_map(value, part), dtype, device) if isinstance(part, Experts) else place(part)
+
+    return tree_map(node, plan, is_leaf=lambda part: isinstance(part, Experts))
+
+
+def _assemble(leaf: Leaf, tensor: Callable[[str], Tensor]) -> Tensor:
+    """The leaf's sources joined, in memory of its own: `cat` copies even a single one out of the file."""
+    parts = []
+    for source in leaf.sources:
+        part = tensor(source.name)
+        if source.view:
+            part = part.view(source.view)
+        parts.append(part.narrow(*source.part) if source.part else part)
+    return torch.cat(parts).view(leaf.shape)
+
+
+def _check_shapes(leaf: Leaf, tensor: Callable[[str], Tensor], where: str) -> None:
+    """Refuse INT4 words whose `weight_shape` states another unpacked shape."""
+    companions = [str(shape_name(source)) for source in leaf.sources]
+    stated = torch.stack([tensor(name) for name in companions])
+    wanted = torch.tensor([(rows, 8 * words) for rows, words in (source.shape for source in leaf.sources)])
+    wrong = (stated != wanted).any(1).nonzero().flatten().tolist()
+    which = first_few(f"{companions[i]} {stated[i].tolist()} in place of {wanted[i].tolist()}" for i in wrong)
+    refuse(where, [f"{len(wrong):,} weight_shape tensors contradict their words: {which}"] if wrong else [])
+
+
+def _bytes(leaf: Leaf) -> int:
+    return prod(leaf.shape) * leaf.stored.itemsize if leaf.sources else 0
+
+
+@contextmanager
+def _meter(total: int, what: str, show: bool) -> Iterator[Callable[[int, str], None]]:
+    """Shows `advance(bytes, file)` on stderr: a bar on a terminal, else a line now and then; the total last."""
+    live = show and sys.stderr.isatty()
+    form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{elapsed}<{remaining}, {rate_noinv_fmt}]{postfix}"
+    start = said = time.monotonic()
+    done = 0
+    bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, bar_format=form, leave=False, disable=not live)
+
+    def advance(size: int, file: str) -> None:
+        nonlocal done, said
+        done += size
+        bar.set_postfix_str(file, refresh=False)
+        bar.update(size)
+        now = time.monotonic()
+        if show and not live and now - said >= LINE_SECONDS:
+            said = now
+            left = f"{total / 1e9:.2f} GB, {(total - done) * (now - start) / done:.0f} s left, {file}"
+            print(f"{what}: {_pace(done, now - start)} of {left}", file=sys.stderr)
+
+    with bar:
+        yield advance
+    if show:
+        print(f"{what}: loaded {_pace(total, time.monotonic() - start)}", file=sys.stderr)
+
+
+def _pace(size: int, seconds: float) -> str:
+    return f"{size / 1e9:.2f} GB in {seconds:.1f} s ({size / 1e9 / max(seconds, 1e-9):.2f} GB/s)"

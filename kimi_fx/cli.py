@@ -1,0 +1,140 @@
+"""The command line: `kimi-fx <command> key=value …`. Results on stdout, everything else on stderr.
+
+Exit codes: 0 success, 1 something failed while running, 2 the request was wrong, 130 interrupted.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .config import Config
+from .results import Delta
+from .rules import nearest
+
+USAGE = """usage: kimi-fx <command> [key=value …]
+
+  generate   prompt="…" | prompts=FILE | ids=[…] | messages='[…]'   text as it comes, or output=json
+  validate   the same prompts: speculation against plain decoding, reference against kernels
+  inspect    target=FOLDER drafter=FOLDER   check a checkpoint without loading it
+  config     print every key with its value, type and origin
+  bench      demo | acceptance | cpu   [prompts=FILE] [budgets=[7,15]]
+
+Keys are those `kimi-fx config` prints: groups are chosen by name or path (target=kimi_nano, step=chain), single
+keys by dots (sampling.temperature=0, step.budget=15).
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help") or "--help" in args:
+        print(USAGE, end="")
+        return 0 if args else 2
+    name, overrides = args[0], args[1:]
+    try:
+        if name not in COMMANDS:
+            near = nearest(name, COMMANDS)
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(COMMANDS)}."
+            raise ValueError(f"no command {name!r}: {hint}")
+        return COMMANDS[name](overrides)
+    except ValueError as error:
+        print(f"kimi-fx: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kimi-fx: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nothing more to say
+        return 1
+    except (RuntimeError, OSError) as error:
+        print(f"kimi-fx: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def generate(overrides: Sequence[str]) -> int:
+    from .compose import load_config
+    from .engine import Engine
+    from .inputs import read_prompts
+    from .runtime.load import load
+
+    config = load_config(overrides)
+    read = read_prompts(config)
+    engine = Engine(config, load(config))
+    prompts, fields = [p for p, _ in read], [f for _, f in read]
+    if config.output == "json":
+        results = engine.generate(prompts, fields)
+        for result in results:
+            print(json.dumps(result.to_dict(), ensure_ascii=False), flush=True)
+        return int(any(c.finish_reason == "error" for r in results for c in r.outputs))
+    return print_stream(engine.generate(prompts, fields, stream=True), len(prompts), config)
+
+
+def print_stream(deltas: Any, prompts: int, config: Config) -> int:
+    """A lone text as it comes; several ones whole, in the order they end, each under a heading."""
+    failed = False
+    texts: dict[tuple[int, int], str] = {}
+    for delta in deltas:
+        key = (delta.prompt, delta.index)
+        lone = prompts == 1 and config.sampling.n == 1
+        if lone:
+            print(delta.text, end="", flush=True)
+        else:
+            texts[key] = texts.get(key, "") + delta.text
+        if delta.finished:
+            failed |= delta.finish_reason == "error"
+            print("" if lone else f"--- prompt {delta.prompt}, sample {delta.index}\n{texts.pop(key)}", flush=True)
+            print(summary(delta), file=sys.stderr)
+    return int(failed)
+
+
+def summary(delta: Delta) -> str:
+    """One line about a finished sample."""
+    s, usage = delta.stats, delta.usage
+    assert s is not None and usage is not None
+    line = f"[{delta.finish_reason}: {usage.completion_tokens} tokens, {s.tokens_per_second:.1f} tokens/s, {s.mode}"
+    if s.budget:
+        line += f" of {s.budget}, acceptance length {s.acceptance_length:.2f} (tokens a verify step, bonus included)"
+    return line + "]"
+
+
+def validate(overrides: Sequence[str]) -> int:
+    from .validate import validate
+
+    return validate(overrides)
+
+
+def inspect(overrides: Sequence[str]) -> int:
+    from .checkpoint.report import inspect
+    from .compose import load_config
+    from .config import package_path
+    from .runtime.load import read_text, target_folder
+
+    config = load_config(overrides)
+    target, d = target_folder(config), config.drafter
+    drafter = package_path(d.path) if d.path else None
+    print(inspect(target, drafter, config.target.lora_norm_eps, d.window, d.rope_amplitude))
+    print(f"\n{read_text(target).describe()}")
+    return 0
+
+
+def config(overrides: Sequence[str]) -> int:
+    from .compose import format_config
+
+    print(format_config(overrides))
+    return 0
+
+
+def bench(overrides: Sequence[str]) -> int:
+    from .bench import run
+
+    return run(overrides)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "generate": generate,
+    "validate": validate,
+    "inspect": inspect,
+    "config": config,
+    "bench": bench,
+}

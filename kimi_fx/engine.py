@@ -1,0 +1,291 @@
+"""The engine: requests wait, take a slot, are prefilled in chunks, and decode together, one round a step.
+
+`add` and `step` are all there is; `generate` loops over them, so any number of open streams share a batch. The
+round itself is `graphs.step`; this file decides who takes part and hands out what came.
+"""
+
+import secrets
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any, Self
+
+import torch
+
+from .admit import complete, longest, plan, token_limit
+from .compose import load_config, sampling_from
+from .config import NODE_BUCKETS, Config, Mode, SamplingParams
+from .graphs.pytree import tree_map
+from .graphs.state import Emitted, Shape, empty_pool, empty_state, slots
+from .graphs.step import ddtree_step, prefill_step
+from .ops import REFERENCE
+from .prompts import Prompts, to_ids
+from .request import Plan, Request
+from .results import Completion, Delta, Result, TokenLogprob, Usage
+from .runtime.load import Loaded, load
+from .runtime.pages import Pages, pages_for
+from .runtime.slots import move, seat
+from .runtime.trace import Trace
+from .text import TextStream
+
+
+class Engine:
+    """One loaded model pair and the requests on it. Not thread-safe.
+
+    `add` takes ids and returns the request's id; `step` advances everything once and returns what came.
+    `generate` takes texts, ids or chats and does both.
+    """
+
+    def __init__(self, config: Config, loaded: Loaded) -> None:
+        self.config, self.loaded, self.model = config, loaded, loaded.model
+        self.max_len = longest(config, loaded)
+        self.plan = plan(config, self.model, config.step.mode, config.step.budget)
+        batch, table = config.run.batch, pages_for(self.max_len)
+        total = pages_for(config.cache.tokens) if config.cache.tokens else batch * table
+        self.pages = Pages(total)
+        self.pool = empty_pool(self.model, total, loaded.dtype, loaded.device)
+        self.state = empty_state(batch, table, self.model.target.V, loaded.device)
+        self.waiting: deque[Request] = deque()
+        self.seated: list[Request] = []  # slot i is row i of the state
+        self.inbox: dict[int, deque[Delta]] = {}  # of requests whose deltas a `generate` collects
+        self.names = count()
+        self.trace = Trace(config.run.trace) if config.run.trace else None
+
+    @classmethod
+    def load(cls, overrides: Sequence[str] = (), progress: bool = True) -> Self:
+        """An engine from overrides such as `["target=kimi_nano", "step.budget=15"]`.
+
+        Raises ValueError (ConfigError, CheckpointError) with one clear sentence a problem, before loading.
+        """
+        config = load_config(overrides)
+        return cls(config, load(config, progress))
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        mode: Mode | None = None,
+        budget: int | None = None,
+    ) -> int:
+        """Queue one prompt of ids; returns the request's id. `n` samples need `generate`.
+
+        Raises ValueError for what can never run; nothing else is disturbed.
+        """
+        request = self._request(prompt, params or self.config.sampling, self._plan(mode, budget))
+        self.waiting.append(request)
+        return request.id
+
+    def step(self) -> list[Delta]:
+        """Admit what fits, prefill one chunk of one request, decode one round of the others."""
+        with torch.inference_mode():
+            self._admit()
+            deltas = self._prefill() + self._round()
+        self._dismiss()
+        for delta in deltas:
+            if delta.request in self.inbox:
+                self.inbox[delta.request].append(delta)
+        return deltas
+
+    def cancel(self, request: int) -> None:
+        """End a request now and free its memory; one that is unknown or over is left alone."""
+        self.waiting = deque(r for r in self.waiting if r.id != request)
+        for r in self.seated:
+            if r.id == request:
+                r.finish = "abort"
+        self._dismiss()
+
+    @property
+    def busy(self) -> bool:
+        """Some request is waiting or running."""
+        return bool(self.waiting or self.seated)
+
+    def generate(
+        self,
+        prompts: Prompts = None,
+        sampling_params: SamplingParams | dict[str, Any] | Sequence[SamplingParams | dict[str, Any]] | None = None,
+        *,
+        messages: Prompts = None,
+        stream: bool = False,
+        mode: Mode | None = None,
+        budget: int | None = None,
+        **fields: Any,
+    ) -> Any:
+        """Generate for one prompt or a list: texts, lists of ids, or chats (`messages`).
+
+        `sampling_params`: one for all or a list with one a prompt; keyword arguments are its fields and go over
+        it. One prompt gives one `Result`, a list gives a list in its order. `stream=True` gives an iterator of
+        `Delta`; closing it ends its requests. Raises ValueError before anything runs.
+        """
+        requests, single = self._requests(prompts, messages, sampling_params, fields, self._plan(mode, budget))
+        self.waiting.extend(requests)
+        deltas = self._collect(requests)
+        if stream:
+            return deltas
+        results = self._results(requests, list(deltas))
+        return results[0] if single else results
+
+    def _requests(
+        self, prompts: Prompts, messages: Prompts, given: Any, fields: dict[str, Any], how: Plan
+    ) -> tuple[list[Request], bool]:
+        ids, single = to_ids(prompts, messages, self.loaded, self.config)
+        several = given if isinstance(given, list | tuple) else [given] * len(ids)
+        if len(several) != len(ids):
+            raise ValueError(f"sampling_params has {len(several)} entries for {len(ids)} prompts: give one each.")
+        params = [self._params(one, fields) for one in several]
+        requests = []
+        for place, (prompt, one) in enumerate(zip(ids, params, strict=True)):
+            first = self._request(prompt, one, how, place)
+            requests += [first] + [
+                replace(first, id=next(self.names), sample=s, ids=[], emitted=[], pages=[], stream=self._stream(one))
+                for s in range(1, one.n)
+            ]
+        return requests, single
+
+    def _params(self, given: SamplingParams | dict[str, Any] | None, fields: dict[str, Any]) -> SamplingParams:
+        base = given if isinstance(given, SamplingParams) else self.config.sampling
+        named = given if isinstance(given, dict) else {}
+        if given is not None and not isinstance(given, SamplingParams | dict):
+            raise ValueError(f"sampling_params is {given!r}: give a SamplingParams or a dict of its fields.")
+        return sampling_from(named | fields, base)
+
+    def _plan(self, mode: Mode | None, budget: int | None) -> Plan:
+        if mode is None and budget is None:
+            return self.plan
+        return plan(self.config, self.model, mode or self.config.step.mode, budget)
+
+    def _request(self, prompt: Sequence[int], params: SamplingParams, how: Plan, place: int = 0) -> Request:
+        params = complete(params, self.loaded)
+        limit = token_limit(prompt, params, self.model, self.max_len, self.pages.count, self._stops(params))
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        backend = f"{self.loaded.device.type} {'reference' if self.model.ops is REFERENCE else 'kernels'}"
+        return Request(
+            next(self.names), tuple(prompt), params, how, limit, seed, backend, place, stream=self._stream(params)
+        )
+
+    def _stream(self, params: SamplingParams) -> TextStream | None:
+        if self.loaded.text.tokenizer is None:
+            return None
+        return TextStream(
+            self.loaded.text.tokenizer, params.stops, params.keep_stop, params.skip_special_tokens, params.least
+        )
+
+    def _stops(self, params: SamplingParams) -> tuple[int, ...]:
+        own = () if params.ignore_eos else self.loaded.text.stop_ids
+        return tuple(dict.fromkeys((*own, *params.stop_token_ids)))
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.seated) < self.config.run.batch:
+            request = self.waiting[0]
+            pages = self.pages.take(len(request.prompt) + request.limit)
+            if pages is None:
+                return
+            request.pages = pages
+            seat(self.state, len(self.seated), self.waiting.popleft(), self._stops(request.params))
+            self.seated.append(request)
+
+    def _prefill(self) -> list[Delta]:
+        slot = next((i for i, r in enumerate(self.seated) if r.prefilling), None)
+        if slot is None:
+            return []
+        request, device = self.seated[slot], self.loaded.device
+        request.begin()
+        if not request.limit:
+            request.prefilled = len(request.prompt)
+            return [request.delta(reason="length")]
+        chunk = request.prompt[request.prefilled :][: self.config.run.chunk]
+        request.prefilled += len(chunk)
+        row = tree_map(lambda leaf: leaf[slot : slot + 1], self.state)
+        _, emitted = prefill_step(
+            self.loaded.params, self.pool, row,
+            torch.tensor([chunk], device=device), torch.tensor([len(chunk)], device=device),
+            torch.tensor([not request.prefilling], device=device), self.model,
+        )  # fmt: skip
+        return [] if request.prefilling else self._absorb([(0, request)], emitted, decoding=False)
+
+    def _round(self) -> list[Delta]:
+        taking_part = [(i, r) for i, r in enumerate(self.seated) if not r.prefilling and r.finish is None]
+        if not taking_part:
+            return []
+        state = slots(self.state, len(self.seated))
+        shape = self._shape([r.plan for _, r in taking_part])
+        _, tree, emitted = ddtree_step(self.loaded.params, self.pool, state, shape, self.model)
+        deltas = self._absorb(taking_part, emitted, decoding=True)
+        if self.trace:
+            self.trace.write(taking_part, tree, emitted)
+        return deltas
+
+    def _shape(self, plans: list[Plan]) -> Shape:
+        nodes = next(n for n in NODE_BUCKETS if n > max(p.budget for p in plans))
+        width = min(nodes - 1, self.model.target.V) if max(p.width for p in plans) > 1 else 1
+        block = self.config.step.block or (self.model.drafter.block if self.model.drafter else 1)
+        return Shape(len(self.seated), nodes, block if nodes > 1 else 1, width)
+
+    def _absorb(self, rows: list[tuple[int, Request]], emitted: Emitted, decoding: bool) -> list[Delta]:
+        e: Any = tree_map(lambda leaf: leaf.tolist(), emitted)
+        deltas = []
+        for i, request in rows:
+            n = e.count[i]
+            wanted = range(n if request.params.logprobs is not None else 0)
+            logprobs = [self._logprob(request, e, i, j) for j in wanted]
+            delta = request.absorb(e.tokens[i][:n], e.finish[i], logprobs, e.nodes[i] if decoding else 0)
+            deltas.append(delta)
+        return deltas
+
+    def _logprob(self, request: Request, e: Any, i: int, j: int) -> TokenLogprob:
+        token, wanted, tokenizer = e.tokens[i][j], request.params.logprobs, self.loaded.text.tokenizer
+        top = zip(e.top_ids[i][j][:wanted], e.top_logprobs[i][j][:wanted], strict=True)
+        text = tokenizer.token_text(token) if tokenizer else ""
+        return TokenLogprob(token, e.logprob[i][j], text, tuple((a, b) for a, b in top if a >= 0))
+
+    def _dismiss(self) -> None:
+        """Free the slots and pages of requests that ended; the last row moves into each hole."""
+        for i in reversed(range(len(self.seated))):
+            if self.seated[i].finish is not None:
+                self.pages.give(self.seated[i].pages)
+                last = self.seated.pop()
+                if i < len(self.seated):
+                    self.seated[i] = last
+                    move(self.state, len(self.seated), i)
+
+    def _collect(self, requests: list[Request]) -> Iterator[Delta]:
+        inbox: deque[Delta] = deque()
+        self.inbox.update({r.id: inbox for r in requests})
+        try:
+            while any(r.finish is None for r in requests) or inbox:
+                if not inbox:
+                    self.step()
+                while inbox:
+                    yield inbox.popleft()
+        finally:
+            for r in requests:
+                self.inbox.pop(r.id, None)
+                self.cancel(r.id)
+
+    def _results(self, requests: list[Request], deltas: list[Delta]) -> list[Result]:
+        outputs: dict[int, list[Completion]] = {}
+        for request in requests:
+            own = [d for d in deltas if d.request == request.id]
+            outputs.setdefault(request.place, []).append(completion(request, own))
+        prompts = {r.place: r.prompt for r in requests}
+        return [
+            Result(prompts[place], tuple(done), Usage(len(prompts[place]), sum(len(c.token_ids) for c in done)))
+            for place, done in outputs.items()
+        ]
+
+
+def completion(request: Request, deltas: list[Delta]) -> Completion:
+    """One sample's deltas joined."""
+    logprobs = tuple(lp for d in deltas for lp in d.logprobs) if request.params.logprobs is not None else None
+    last = deltas[-1]
+    assert last.finish_reason is not None and last.stats is not None
+    return Completion(
+        index=request.sample,
+        text="".join(d.text for d in deltas),
+        token_ids=tuple(t for d in deltas for t in d.token_ids),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=logprobs,
+        cumulative_logprob=sum(lp.logprob for lp in logprobs) if logprobs is not None else None,
+        stats=last.stats,
+    )

@@ -1,0 +1,83 @@
+"""DFlash (arXiv:2602.06036): one bidirectional block that reads the target's features as context.
+
+`context_kv` turns features of committed tokens into every layer's keys and values, once; `draft` runs the block
+[anchor, mask, mask, …] over them. It shares the target's embedding and head.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import DrafterModel
+from ..ops import Ops
+from .layers import angles, half_angles, rms_norm, rotate_halves, swiglu
+from .params import DrafterLayer, DrafterParams, TargetParams
+from .state import KVPool, StepState
+
+
+def context_kv(
+    p: DrafterParams,
+    m: DrafterModel,
+    features: Tensor,  # [B, A, taps * D]
+    positions: Tensor,  # [B, A] i64
+) -> tuple[Tensor, Tensor]:
+    """Keys (after norm and rotation) and values of all layers, each [layers, B, A, KV, head]."""
+    h = rms_norm(F.linear(features, p.fc), p.feature_norm, m.norm_eps)
+    kv = F.linear(h, p.kv.flatten(0, 3)).unflatten(-1, p.kv.shape[:4])  # [B, A, layers, 2, KV, head]
+    k, v = kv.permute(3, 2, 0, 1, 4, 5)  # each [layers, B, A, KV, head]
+    cos, sin = _angles(p, m, positions)
+    k = torch.stack([_key(k[i], p.k_norm[i], m, cos, sin) for i in range(m.layers)])
+    return k, v
+
+
+def draft(
+    p: DrafterParams,
+    target: TargetParams,
+    m: DrafterModel,
+    ops: Ops,
+    pool: KVPool,
+    state: StepState,
+    block: int,  # S
+) -> Tensor:
+    """Logits [B, S - 1, V] f32; row d is the marginal of the token d + 1 places after the anchor."""
+    B = state.anchor.shape[0]
+    tokens = torch.cat((state.anchor.unsqueeze(1), state.anchor.new_full((B, block - 1), m.mask_id)), 1)
+    positions = state.length.long().unsqueeze(1) + torch.arange(block, device=tokens.device)
+    cos, sin = _angles(p, m, positions)
+    x = F.embedding(tokens, target.embed)
+    for i, layer in enumerate(p.layers):
+        x = x + _attend(layer, p, m, ops, i, x, pool, state, cos, sin)
+        x = x + swiglu(rms_norm(x, layer.mlp_norm, m.norm_eps), layer.mlp.gate_up, layer.mlp.down)
+    return F.linear(rms_norm(x[:, 1:], p.norm, m.norm_eps), target.lm_head).float()
+
+
+def _attend(
+    layer: DrafterLayer,
+    p: DrafterParams,
+    m: DrafterModel,
+    ops: Ops,
+    i: int,
+    x: Tensor,  # [B, S, D]
+    pool: KVPool,
+    state: StepState,
+    cos: Tensor,  # [B, S, 1, head]
+    sin: Tensor,
+) -> Tensor:
+    h = rms_norm(x, layer.attention_norm, m.norm_eps)
+    q = F.linear(h, layer.q.flatten(0, 1)).unflatten(-1, (m.H, m.head))
+    q = rotate_halves(rms_norm(q, layer.q_norm, m.norm_eps), cos, sin)
+    k, v = F.linear(h, p.kv[i].flatten(0, 2)).unflatten(-1, (2, m.KV, m.head)).unbind(2)
+    k = _key(k, p.k_norm[i], m, cos, sin)
+    o = ops.draft_attention(
+        q, pool.draft_k[i], pool.draft_v[i], state.page_table, state.length, k, v, m.scale, m.windows[i], m.causal[i]
+    )
+    return F.linear(o.flatten(2), layer.o.flatten(1))
+
+
+def _key(k: Tensor, norm: Tensor, m: DrafterModel, cos: Tensor, sin: Tensor) -> Tensor:
+    return rotate_halves(rms_norm(k, norm, m.norm_eps), cos, sin)
+
+
+def _angles(p: DrafterParams, m: DrafterModel, positions: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = half_angles(*angles(positions, p.inv_freq, m.rope.amplitude))
+    return cos.unsqueeze(2), sin.unsqueeze(2)

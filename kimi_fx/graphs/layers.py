@@ -1,0 +1,94 @@
+"""The small layers that target and drafter share: RMSNorm, SwiGLU, rotary embedding with YaRN."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import Rope
+
+
+def rms_norm(
+    x: Tensor,  # [..., D]
+    weight: Tensor,  # [D]
+    eps: float,
+) -> Tensor:
+    """x / rms(x) * weight, in fp32 up to the result's rounding."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def swiglu(
+    x: Tensor,  # [..., D]
+    gate_up: Tensor,  # [2, inner, D]
+    down: Tensor,  # [D, inner]
+) -> Tensor:
+    """down(silu(gate x) * up x)."""
+    gate, up = F.linear(x, gate_up.flatten(0, 1)).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+def inverse_frequencies(rope: Rope, width: int) -> Tensor:
+    """YaRN's angle per position of each rotated pair, [width / 2] f32 (arXiv:2309.00071, as DeepSeek-V3 has it)."""
+    pair = torch.arange(0, width, 2, dtype=torch.float32)
+    plain = 1.0 / rope.theta ** (pair / width)
+    if rope.factor == 1.0:
+        return plain
+
+    def turns(n: float) -> float:  # the pair that makes n turns over the original context
+        return width * math.log(rope.original_max_position / (2 * math.pi * n)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(turns(rope.beta_fast)), 0)
+    high = min(math.ceil(turns(rope.beta_slow)), width - 1)
+    span = high - low if high != low else 0.001
+    ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    return plain / rope.factor * ramp + plain * (1 - ramp)
+
+
+def angles(
+    positions: Tensor,  # [B, N] i64
+    inv_freq: Tensor,  # [R / 2] f32
+    amplitude: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, N, R / 2] f32 of the fp32 product, as the reference models compute it."""
+    phase = positions.unsqueeze(-1) * inv_freq
+    return phase.cos() * amplitude, phase.sin() * amplitude
+
+
+def pair_angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and signed sin [B, N, R] for `rotate_pairs`: element 2i and its partner 2i + 1 share an angle."""
+    return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
+
+
+def half_angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and signed sin [B, N, R] for `rotate_halves`: element i and its partner i + R / 2 share an angle."""
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def rotate_pairs(
+    x: Tensor,  # [B, N, (H,) R]
+    cos: Tensor,  # [B, N, (1,) R] f32, from `pair_angles`
+    sin: Tensor,
+) -> Tensor:
+    """Rotate neighbouring elements (GPT-J order), as the target does."""
+    partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(x * cos, partner, sin).to(x.dtype)
+
+
+def rotate_halves(
+    x: Tensor,  # [B, N, H, R]
+    cos: Tensor,  # [B, N, 1, R] f32, from `half_angles`
+    sin: Tensor,
+) -> Tensor:
+    """Rotate first half against second (NeoX order), as the drafter does."""
+    partner = x.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(x * cos, partner, sin).to(x.dtype)
+
+
+def per_head(
+    x: Tensor,  # [B, N, H, i]
+    w: Tensor,  # [H, i, o]
+) -> Tensor:
+    """Each head times its own matrix, [B, N, H, o]."""
+    B, N, H, i = x.shape
+    return torch.bmm(x.reshape(B * N, H, i).transpose(0, 1), w).transpose(0, 1).unflatten(0, (B, N))

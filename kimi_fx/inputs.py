@@ -1,0 +1,74 @@
+"""Prompts as the command line names them: `prompt=`, `ids=`, `messages=`, or a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .chat import parse_messages
+from .config import Config
+
+KINDS = ("prompt", "ids", "messages")
+
+
+def read_prompts(config: Config) -> list[tuple[Any, dict[str, Any]]]:
+    """Each prompt (a text, ids, or a chat) with the sampling fields of its line.
+
+    Raises ValueError if none or several sources are named, or a file cannot be read.
+    """
+    given = {name: getattr(config, name) for name in (*KINDS, "prompts") if getattr(config, name) is not None}
+    if len(given) != 1:
+        found = ", ".join(given) or "none"
+        raise ValueError(f"Give one of prompt=, prompts=, ids= or messages=; found {found}.")
+    ((name, value),) = given.items()
+    if name == "prompts":
+        return _read_file(Path(value).expanduser())
+    return [(_value(name, value), {})]
+
+
+def _read_file(path: Path) -> list[tuple[Any, dict[str, Any]]]:
+    if not path.is_file():
+        raise ValueError(f"prompts={path}: there is no such file.")
+    if path.suffix == ".safetensors":
+        return [(row, {}) for row in _matrix(path)]
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    prompts = [_line(text, f"{path}, line {number}") for number, text in lines if text.strip()]
+    if not prompts:
+        raise ValueError(f"prompts={path}: the file holds no prompt.")
+    return prompts
+
+
+def _matrix(path: Path) -> list[list[int]]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"prompts={path} is not a safetensors file: {error}.") from None
+    if "prompts" not in tensors:
+        raise ValueError(f"prompts={path} has no tensor `prompts`; it holds {', '.join(tensors) or 'none'}.")
+    return tensors["prompts"].tolist()
+
+
+def _line(text: str, where: str) -> tuple[Any, dict[str, Any]]:
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}.") from None
+    if isinstance(record, str):
+        return record, {}
+    kinds = [kind for kind in KINDS if isinstance(record, dict) and kind in record]
+    if len(kinds) != 1:
+        raise ValueError(f"{where}: a line is an object with one of prompt, ids or messages, or a text.")
+    fields = {key: value for key, value in record.items() if key not in KINDS}
+    return _value(kinds[0], record[kinds[0]], where), fields
+
+
+def _value(kind: str, value: Any, where: str = "") -> Any:
+    if kind == "prompt":
+        if not isinstance(value, str):
+            raise ValueError(f"{where}: prompt is {value!r}, wanted a text.")
+        return value
+    if kind == "messages" and isinstance(value, str):
+        return parse_messages(value)
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,64 @@
+"""The one write of a round: accepted rows to their pages, target and drafter, and the state one step on.
+
+Everything it changes is declared as mutated. Request b keeps the first `kept[b]` nodes of its path, at positions
+length[b], length[b] + 1, …; padding keeps none and touches no page. A request that finished becomes inactive.
+"""
+
+import torch
+from torch import Tensor
+
+from ..config import PAGE
+
+
+def reference(
+    pool: Tensor,  # [layers, P, 64, L + R]
+    draft_k: Tensor,  # [drafter layers, P, 64, KV, head]
+    draft_v: Tensor,
+    anchor: Tensor,  # [B] i64
+    length: Tensor,  # [B] i32
+    active: Tensor,  # [B] bool
+    counts: Tensor,  # [B, V] i32
+    seen: Tensor,  # [B, V] bool
+    remaining: Tensor,  # [B] i64
+    min_remaining: Tensor,  # [B] i64
+    page_table: Tensor,  # [B, pages] i32
+    rows: Tensor,  # [layers, B, N, L + R] in node order
+    k: Tensor,  # [drafter layers, B, A, KV, head] in path order
+    v: Tensor,
+    path: Tensor,  # [B, A] i64
+    kept: Tensor,  # [B] i64
+    tokens: Tensor,  # [B, ·] i64 emitted
+    count: Tensor,  # [B] i64 how many
+    finish: Tensor,  # [B] i64; 0: runs on
+    running: Tensor,  # [B] bool before this step
+) -> None:
+    for b, (n, start, emitted) in enumerate(zip(kept.tolist(), length.tolist(), count.tolist(), strict=True)):
+        if n:
+            at = torch.arange(start, start + n, device=rows.device)
+            page, slot = page_table[b, at // PAGE].long(), at % PAGE
+            pool[:, page, slot] = rows[:, b, path[b, :n]]
+            draft_k[:, page, slot] = k[:, b, :n]
+            draft_v[:, page, slot] = v[:, b, :n]
+        if emitted:
+            new = tokens[b, :emitted]
+            counts[b].index_add_(0, new, counts.new_ones(emitted))
+            seen[b, new] = True
+            anchor[b] = new[-1]
+    length.add_(kept)
+    remaining.sub_(count)
+    min_remaining.sub_(count).clamp_(min=0)
+    active.copy_(running & (finish == 0))
+
+
+commit = torch.library.custom_op(
+    "kimi_fx::commit",
+    reference,
+    mutates_args=(
+        "pool", "draft_k", "draft_v", "anchor", "length", "active", "counts", "seen", "remaining", "min_remaining",
+    ),
+)  # fmt: skip
+
+
+@commit.register_fake
+def _(*_: object) -> None:
+    return None

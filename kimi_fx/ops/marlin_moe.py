@@ -1,0 +1,71 @@
+"""The routed experts of one layer: gather, gate | up, SiLU-mul, down, weighted sum over a token's experts.
+
+Routing comes from `moe_route`; the shared expert and the residual are the caller's. Weights are INT4 in the
+layout of `marlin.py` or, without scales, plain floating matrices, which suit a CPU. Under tensor parallelism
+the result is one rank's partial sum.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from .marlin import dequantise, marlin_unpack, marlin_unpack_scales
+
+
+def reference(
+    x: Tensor,  # [T, D] any float
+    w13: Tensor,  # [E, D/16, 2*2I] i32, gate columns then up columns; without scales [E, D, 2I] of x's dtype
+    s13: Tensor | None,  # [E, D/32, 2I] bf16
+    w2: Tensor,  # [E, I/16, 2*D] i32; without scales [E, I, D] of x's dtype
+    s2: Tensor | None,  # [E, I/32, D] bf16
+    weights: Tensor,  # [T, k] f32
+    order: Tensor,  # [T*k] i32 pairs (token * k + slot) by expert, padding last
+    offsets: Tensor,  # [E+1] i32
+) -> Tensor:
+    """out[t] = sum over slots of weight * (silu(gate) * up) @ w2[e], (gate, up) = x[t] @ w13[e]; [T, D] as x.
+
+    The sum runs in slot order in fp32. INT4 weights mean bf16(q * scale). Padding tokens get zeros.
+    """
+    tokens, k = weights.shape
+    counts = offsets.diff().tolist()
+    hit = [e for e, count in enumerate(counts) if count]
+    runs = [counts[e] for e in hit]
+    runs.append(tokens * k - sum(runs))  # padding pairs, which no expert takes
+    gate, up = _grouped(x[order // k], runs, hit, w13, s13).chunk(2, dim=1)
+    rows = _grouped(silu(gate) * up, runs, hit, w2, s2)
+    pairs = torch.empty_like(rows)
+    pairs[order] = rows
+    return (weights.unsqueeze(2) * pairs.view(tokens, k, -1)).sum(1).to(x.dtype)
+
+
+def _grouped(rows: Tensor, runs: list[int], hit: list[int], w: Tensor, scales: Tensor | None) -> Tensor:
+    """Each run of rows times its own expert's matrix; zeros for the run that is left over."""
+    out = rows.new_zeros(rows.shape[0], (w if scales is None else scales).shape[2])
+    for e, run, result in zip(hit, rows.split(runs), out.split(runs), strict=False):
+        torch.mm(run, _matrix(w, scales, e, rows.dtype), out=result)
+    return out
+
+
+def _matrix(w: Tensor, scales: Tensor | None, e: int, dtype: torch.dtype) -> Tensor:
+    """Expert e as [in, out]."""
+    if scales is None:
+        return w[e]
+    words, groups = marlin_unpack(w[e : e + 1]), marlin_unpack_scales(scales[e : e + 1])
+    return dequantise(words, groups)[0].t().contiguous().to(dtype)
+
+
+def fake(
+    x: Tensor,
+    w13: Tensor,
+    s13: Tensor | None,
+    w2: Tensor,
+    s2: Tensor | None,
+    weights: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+marlin_moe = torch.library.custom_op("kimi_fx::marlin_moe", reference, mutates_args=())
+marlin_moe.register_fake(fake)

@@ -1,0 +1,77 @@
+"""Latent attention of a tree's nodes over [paged prefix | the tree's own rows].
+
+Scores are q . row over L + R columns, values are the row's first L. Every node sees the whole prefix, and of the
+tree's rows those under its ancestor bits; without bits the rows are causal among themselves (a prefill chunk).
+Rows that are not committed live in `rows` only. fp32 softmax. Absorbed MLA: arXiv:2405.04434, section 2.1.
+"""
+
+import torch
+from torch import Tensor
+
+from ..config import PAGE
+
+
+def schedule_reference(
+    length: Tensor,  # [B] i32 committed tokens
+    nodes: int,
+    heads: int,
+) -> Tensor:  # i32
+    """The work list every layer of a pass shares. The reference splits nothing: [B] pages of each prefix."""
+    return (length + PAGE - 1) // PAGE
+
+
+def verify_reference(
+    q: Tensor,  # [B, N, H, L + R]
+    pool: Tensor,  # [P, 64, L + R]
+    page_table: Tensor,  # [B, pages] i32
+    length: Tensor,  # [B] i32
+    rows: Tensor,  # [B, N, L + R]
+    ancestors: Tensor | None,  # [B, N, 2] i64, 128 bits, self included; None: causal
+    schedule: Tensor,  # i32, from `mla_schedule`
+    latent: int,  # L
+    scale: float,
+) -> Tensor:  # [B, N, H, L]
+    N = q.shape[1]
+    hidden = ~visible(ancestors, N) if ancestors is not None else q.new_ones(1, N, N, dtype=torch.bool).triu(1)
+    hidden = hidden.unsqueeze(2).expand(q.shape[0], N, 1, N)
+    out = q.new_empty(*q.shape[:3], latent)
+    for b, (tokens, pages) in enumerate(zip(length.tolist(), schedule.tolist(), strict=True)):
+        prefix = (pool[page] for page in page_table[b, :pages].tolist())
+        keys = torch.cat((rows[b], *prefix))[: N + tokens]  # the last page's tail is cut off
+        scores = (q[b] @ keys.T).float() * scale  # [N, H, N + tokens]
+        scores[..., :N].masked_fill_(hidden[b], -torch.inf)
+        out[b] = scores.softmax(-1).to(q.dtype) @ keys[:, :latent]
+    return out
+
+
+def visible(
+    ancestors: Tensor,  # [B, N, 2] i64
+    nodes: int,
+) -> Tensor:  # [B, N, N] bool
+    """Bit j of node i's two words: i sees j."""
+    bits = ancestors.unsqueeze(-1) >> torch.arange(64, device=ancestors.device) & 1
+    return bits.flatten(2)[..., :nodes].bool()
+
+
+mla_schedule = torch.library.custom_op("kimi_fx::mla_schedule", schedule_reference, mutates_args=())
+mla_tree_verify = torch.library.custom_op("kimi_fx::mla_tree_verify", verify_reference, mutates_args=())
+
+
+@mla_schedule.register_fake
+def _(length: Tensor, nodes: int, heads: int) -> Tensor:
+    return torch.empty_like(length)
+
+
+@mla_tree_verify.register_fake
+def _(
+    q: Tensor,
+    pool: Tensor,
+    page_table: Tensor,
+    length: Tensor,
+    rows: Tensor,
+    ancestors: Tensor | None,
+    schedule: Tensor,
+    latent: int,
+    scale: float,
+) -> Tensor:
+    return q.new_empty(*q.shape[:3], latent)

@@ -1,0 +1,1 @@
+"""Effects: devices, loading, pages, slots."""

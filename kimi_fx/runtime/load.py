@@ -1,0 +1,113 @@
+"""From a `Config` to what the engine runs on: geometry, weights on the device, tokenizer, stop ids."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..chat import load_template
+from ..checkpoint.configs import read_drafter, read_target
+from ..checkpoint.load import load_drafter, load_target
+from ..config import Config, package_path
+from ..graphs.params import Params
+from ..graphs.state import Model
+from ..ops import KERNELS, REFERENCE, Ops
+from ..tokenizer import Tokenizer, generation_defaults, load_tokenizer, stop_ids
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a checkpoint folder says about text."""
+
+    tokenizer: Tokenizer | None  # None where there is no tiktoken.model: ids only
+    template: str | None  # the checkpoint's own chat template
+    stop_ids: tuple[int, ...]
+    defaults: dict[str, float]  # temperature, top_p, top_k of generation_config.json
+
+    def describe(self) -> str:
+        t = self.tokenizer
+        size = f"{t.size:,} ids, {len(t.special)} of them control ids" if t else "none, prompts must be ids"
+        format = "chat_template of the checkpoint" if self.template else "built in"
+        defaults = ", ".join(f"{k} {v}" for k, v in self.defaults.items()) or "none"
+        return (
+            f"tokenizer: {size}\n  stop ids: {', '.join(map(str, self.stop_ids))}\n  chat format: {format}\n"
+            f"  sampling defaults of the checkpoint: {defaults}"
+        )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    params: Params
+    model: Model
+    device: torch.device
+    dtype: torch.dtype
+    text: Text
+
+
+def read_text(folder: Path, vocab: int | None = None) -> Text:
+    """Tokenizer, chat template, stop ids and sampling defaults of a checkpoint folder."""
+    tokenizer = load_tokenizer(folder, vocab) if (folder / "tiktoken.model").exists() else None
+    return Text(tokenizer, load_template(folder), stop_ids(folder, tokenizer), generation_defaults(folder))
+
+
+def load(config: Config, progress: bool = True) -> Loaded:
+    """Check and load target and drafter. Raises ValueError, in one sentence each, for what the user can mend."""
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    model, folder = read_model(config, device)
+    drafter_folder = package_path(config.drafter.path) if config.drafter.path else None
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    text = read_text(folder, model.target.V)
+    target = load_target(folder, model.target, device, dtype, progress)
+    drafter = (
+        load_drafter(drafter_folder, model.drafter, device, dtype, progress)
+        if drafter_folder and model.drafter
+        else None
+    )
+    return Loaded(Params(target, drafter), model, device, dtype, text)
+
+
+def read_model(config: Config, device: torch.device) -> tuple[Model, Path]:
+    """Geometry of both models and the target's folder; reads config files only."""
+    folder = target_folder(config)
+    target = read_target(folder, config.target.lora_norm_eps)
+    drafter = None
+    if config.drafter.path is not None:
+        d = config.drafter
+        drafter = read_drafter(package_path(config.drafter.path), target, d.window, d.rope_amplitude)
+    return Model(target, drafter, pick_ops(config.ops, device)), folder
+
+
+def target_folder(config: Config) -> Path:
+    """Raises ValueError where the user has named none."""
+    if config.target.path is None:
+        raise ValueError("target.path is not set: give the checkpoint's folder, target=/path/to/Kimi-K2.6.")
+    return package_path(config.target.path)
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one. Raises ValueError for a device that is not here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r} is not a device: use auto, cpu, cuda or cuda:<index>.")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device={name!r} was asked for, but {count} CUDA devices are visible: use cpu or auto.")
+    return device
+
+
+def pick_ops(name: str, device: torch.device) -> Ops:
+    """Kernels where the device has them. A CPU has none: there the references run, without the dispatcher."""
+    return KERNELS if name == "auto" and device.type == "cuda" else REFERENCE
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA and float32 on a CPU."""
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return named[name] if name in named else named["bfloat16" if device.type == "cuda" else "float32"]

@@ -1,0 +1,59 @@
+"""Seats: writing a request into its row of the state, and keeping the occupied rows dense."""
+
+import torch
+
+from ..config import STOP_SLOTS
+from ..graphs.pytree import tree_map
+from ..graphs.state import Sampling, StepState
+from ..request import Request
+
+
+def seat(state: StepState, slot: int, request: Request, stop_ids: tuple[int, ...]) -> None:
+    """Fill row `slot` with a request about to be prefilled; it stays inactive until its anchor is drawn."""
+    tree_map(lambda leaf, row: leaf[slot].copy_(row), state, _row(state, request, stop_ids))
+
+
+def move(state: StepState, source: int, to: int) -> None:
+    """Copy a row over another."""
+    if source != to:
+        tree_map(lambda leaf: leaf[to].copy_(leaf[source]), state)
+
+
+def _row(state: StepState, request: Request, stop_ids: tuple[int, ...]) -> StepState:
+    p, vocab = request.params, state.sampling.counts.shape[1]
+    table = torch.zeros(state.page_table.shape[1], dtype=torch.int32)
+    table[: len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
+    bias = torch.zeros(vocab)
+    for token, value in (p.logit_bias or {}).items():
+        bias[token] = value
+    seen = torch.zeros(vocab, dtype=torch.bool)
+    seen[torch.tensor(request.prompt)] = True
+    stops = torch.full((STOP_SLOTS,), -1)
+    stops[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
+    number = torch.tensor
+    return StepState(
+        anchor=number(0),
+        length=number(0),
+        page_table=table,
+        budget=number(request.plan.budget),
+        width=number(request.plan.width),
+        active=number(False),
+        sampling=Sampling(
+            temperature=number(p.temperature),
+            top_k=number(p.top_k if p.top_k and p.top_k > 0 else vocab).clamp(max=vocab),
+            top_p=number(1.0 if p.top_p is None else p.top_p),
+            min_p=number(p.min_p),
+            presence=number(p.presence_penalty),
+            frequency=number(p.frequency_penalty),
+            repetition=number(p.repetition_penalty),
+            bias=bias,
+            counts=torch.zeros(vocab, dtype=torch.int32),
+            seen=seen,
+            seed=number([request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF]),
+            sample=number(request.sample),
+            logprobs=number(-1 if p.logprobs is None else p.logprobs),
+            stop_ids=stops,
+            remaining=number(request.limit),
+            min_remaining=number(p.least),
+        ),
+    )
