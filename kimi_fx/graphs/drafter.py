@@ -79,5 +79,4 @@ def _key(k: Tensor, norm: Tensor, m: DrafterModel, cos: Tensor, sin: Tensor) -> 
 
 
 def _angles(p: DrafterParams, m: DrafterModel, positions: Tensor) -> tuple[Tensor, Tensor]:
-    cos, sin = half_angles(*angles(positions, p.inv_freq, m.rope.amplitude))
-    return cos.unsqueeze(2), sin.unsqueeze(2)
+    return half_angles(*angles(positions, p.inv_freq, m.rope.amplitude))

@@ -50,24 +50,24 @@ def angles(
     inv_freq: Tensor,  # [R / 2] f32
     amplitude: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, N, R / 2] f32 of the fp32 product, as the reference models compute it."""
-    phase = positions.unsqueeze(-1) * inv_freq
+    """cos and sin [B, N, 1, R / 2] f32 of the fp32 product, as the reference models compute it; 1 is for heads."""
+    phase = positions[..., None, None] * inv_freq
     return phase.cos() * amplitude, phase.sin() * amplitude
 
 
 def pair_angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and signed sin [B, N, R] for `rotate_pairs`: element 2i and its partner 2i + 1 share an angle."""
+    """cos and signed sin [B, N, 1, R] for `rotate_pairs`: element 2i and its partner 2i + 1 share an angle."""
     return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
 
 
 def half_angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and signed sin [B, N, R] for `rotate_halves`: element i and its partner i + R / 2 share an angle."""
+    """cos and signed sin [B, N, 1, R] for `rotate_halves`: element i and its partner i + R / 2 share an angle."""
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def rotate_pairs(
-    x: Tensor,  # [B, N, (H,) R]
-    cos: Tensor,  # [B, N, (1,) R] f32, from `pair_angles`
+    x: Tensor,  # [B, N, H, R]
+    cos: Tensor,  # [B, N, 1, R] f32, from `pair_angles`
     sin: Tensor,
 ) -> Tensor:
     """Rotate neighbouring elements (GPT-J order), as the target does."""

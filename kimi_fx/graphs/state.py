@@ -120,7 +120,7 @@ class Context:
     length: Tensor  # [B] i32
     ancestors: Tensor | None  # [B, N, 2] i64; None: causal
     schedule: Tensor  # i32, from `mla_schedule`
-    cos: Tensor  # [B, N, R] f32, from `pair_angles`
+    cos: Tensor  # [B, N, 1, R] f32, from `pair_angles`
     sin: Tensor
 
 

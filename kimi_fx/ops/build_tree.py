@@ -1,10 +1,12 @@
 """The best-first draft tree from per-depth marginals (DDTree, arXiv 2604.12989).
 
 A node at depth d is a choice of one token for each depth down to d, and its score is the sum of their
-log-probabilities. The paper pops the best nodes from a heap. Here every depth keeps its best and one sort
-merges the depths: the same nodes in the same order, (score descending, depth, parent, rank), with fixed
-shapes and without a look at the data. Sampling parameters play no part: a tree decides speed, not output.
+log-probabilities. The heap is the paper's, two pushes a pop, and pops by (score descending, depth, parent,
+rank), so the tree is unique. Sampling parameters play no part: a tree decides speed, not output.
 """
+
+from ctypes import c_float
+from heapq import heappop, heappush
 
 import torch
 from torch import Tensor
@@ -30,40 +32,27 @@ def ranked(
     return token, log_prob.masked_fill(~(within & sound & (value > -torch.inf)), -torch.inf)
 
 
-def ancestor_bits(
-    parent: Tensor,  # [B, N] i64; root and padding: themselves
-    steps: int,
-) -> Tensor:
-    """128 bits a node, [B, N, 2] i64: itself and its ancestors up to 2^steps - 1 levels above."""
-    node = torch.arange(parent.shape[1], device=parent.device)
-    own = (node[:, None] // 64 == torch.arange(2, device=parent.device)).long() << node[:, None] % 64
-    bits = own.repeat(parent.shape[0], 1, 1)
-    for _ in range(steps):  # at step s the bits cover 2^s nodes of a path and `parent` leads 2^s up
-        bits = bits | bits.gather(1, parent[..., None].expand_as(bits))
-        parent = parent.gather(1, parent)
-    return bits
+def best_first(
+    log_prob: list[list[float]],  # per depth, descending
+    budget: int,
+) -> list[tuple[float, int, int, int]]:
+    """(score, depth, parent, rank) of the root and at most `budget` nodes, in the order of the pops."""
+    tree = [(0.0, 0, -1, 0)]
+    heap: list[tuple[float, int, int, int]] = []
 
+    def push(parent: int, rank: int) -> None:
+        score, depth, _, _ = tree[parent]
+        if depth < len(log_prob) and rank < len(log_prob[depth]) and log_prob[depth][rank] > -torch.inf:
+            score = c_float(score + log_prob[depth][rank]).value  # fp32 arithmetic
+            heappush(heap, (-score, depth + 1, parent, rank))
 
-def grow(
-    log_prob: Tensor,  # [B, D, K] f32, descending in K
-    nodes: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The `nodes` best of every depth, best first, at -inf where there are no more; depth 0 is only the root.
-
-    Returns scores [B, D + 1, nodes] and, without depth 0, every node's parent, as a place in the depth above,
-    and rank, [B, D, nodes]. Candidates stand by (parent, rank) and the sort is stable: so ties fall.
-    """
-    place = torch.arange(nodes, device=log_prob.device)
-    # The child of rank r of the i-th best node has (i + 1)(r + 1) - 1 better ones beside it.
-    above, rank = ((place[:, None] + 1) * (place[: log_prob.shape[2]] + 1) <= nodes).nonzero().T.contiguous()
-    root = torch.where(above + rank == 0, 0.0, -torch.inf).expand(log_prob.shape[0], -1)
-    scores, picks = [root], [torch.zeros_like(root, dtype=torch.long)]
-    for gain in log_prob.index_select(2, rank).unbind(1):
-        score, pick = (scores[-1].index_select(1, above) + gain).sort(dim=1, descending=True, stable=True)
-        scores.append(score)
-        picks.append(pick)
-    pick = torch.stack(picks, 1)[:, 1:, :nodes]
-    return torch.stack(scores, 1)[..., :nodes], above[pick], rank[pick]
+    push(0, 0)
+    while heap and len(tree) <= budget:
+        cost, depth, parent, rank = heappop(heap)
+        tree.append((-cost, depth, parent, rank))
+        push(parent, rank + 1)
+        push(len(tree) - 1, 0)
+    return tree
 
 
 def reference(
@@ -80,29 +69,23 @@ def reference(
     Where no more nodes are possible, fewer than the budget come out; of a request with NaN or +inf among its
     logits, the root alone.
     """
-    logits = logits[:, : nodes - 1]  # no node is deeper
-    depths = logits.shape[1]
-    token, log_prob = ranked(logits.float(), width, min(max_width, nodes, logits.shape[2]))
-    score, above, rank = grow(log_prob, nodes)
-    above = above + nodes * torch.arange(depths, device=logits.device)[:, None]  # place among all depths
-
-    score, order = score.flatten(1).sort(dim=1, descending=True, stable=True)
-    index = torch.arange(order.shape[1], device=logits.device)
-    number = torch.empty_like(order).scatter_(1, order, index.expand_as(order))
-    score, order, index = score[:, :nodes], order[:, :nodes], index[:nodes]
-    valid = (index <= budget[:, None]) & (score > -torch.inf)
-    drafted = valid & (index > 0)
-
-    def chosen(x: Tensor) -> Tensor:  # [B, depths, nodes] -> [B, N]
-        return torch.nn.functional.pad(x.flatten(1), (nodes, 0)).gather(1, order)
-
-    parent = torch.where(drafted, number.gather(1, chosen(above)), index)
-    ancestors = ancestor_bits(parent, depths.bit_length())
-    token = chosen(token.gather(2, rank)) * drafted
-    token[:, 0] = anchor
-    depth = (order // nodes) * valid
-    score = score.masked_fill(~valid, -torch.inf)
-    return token, parent.masked_fill(~drafted, -1), depth, score, ancestors, valid
+    ids, log_prob = ranked(logits.float(), width, min(max_width, nodes, logits.shape[2]))
+    batch = len(logits)
+    token, parent, depth = ([[padding] * nodes for _ in range(batch)] for padding in (0, -1, 0))
+    score = [[-torch.inf] * nodes for _ in range(batch)]
+    ancestors = bytearray()
+    for b, (root, most, own, ranks) in enumerate(
+        zip(anchor.tolist(), budget.tolist(), ids.tolist(), log_prob.tolist(), strict=True)
+    ):
+        bits = [1 << i for i in range(nodes)]
+        for i, (s, d, above, rank) in enumerate(best_first(ranks, most)):
+            score[b][i], depth[b][i], parent[b][i] = s, d, above
+            token[b][i] = own[d - 1][rank] if i else root
+            bits[i] |= bits[above] if i else 0
+        ancestors += b"".join(x.to_bytes(16, "little") for x in bits)
+    words = torch.frombuffer(ancestors, dtype=torch.long).view(batch, nodes, 2)
+    drafted = [torch.tensor(x, device=logits.device) for x in (token, parent, depth, score)]
+    return *drafted, words.to(logits.device), drafted[3] > -torch.inf
 
 
 def fake(

@@ -1,4 +1,4 @@
-"""The draft tree against the paper's heap, all prefixes of a small vocabulary, and worked examples."""
+"""The draft tree against a plain best-first search, all prefixes of a small vocabulary, and worked examples."""
 
 import heapq
 import itertools
@@ -40,28 +40,27 @@ def ranking(row: list[float]) -> list[int]:
 
 
 def heap_tree(logits: torch.Tensor, total: torch.Tensor, budget: int, width: int) -> list[tuple]:
-    """(token, parent, depth, score) of each node by the paper's procedure: two pushes a pop, in fp32.
+    """(token, parent, depth, score) of each node by plain best-first search: a popped node pushes all its children.
 
-    Entries compare by (score descending, depth, parent, rank). `total` is the rows' log-sum-exp.
+    In fp32; entries compare by (score descending, depth, parent, rank). `total` is the rows' log-sum-exp.
     """
     rows = [row.tolist() for row in logits.float()]
     ranks = [ranking(row)[:width] for row in rows]
     nodes, heap = [(None, -1, 0, np.float32(0))], []
 
-    def push(parent: int, rank: int) -> None:
+    def push_children(parent: int) -> None:
         _, _, depth, score = nodes[parent]
-        if depth < len(rows) and rank < len(ranks[depth]):
-            logit = np.float32(rows[depth][ranks[depth][rank]])
+        for rank, token in enumerate(ranks[depth] if depth < len(rows) else []):
+            logit = np.float32(rows[depth][token])
             if logit > -np.inf:
                 log_prob = min(logit - np.float32(total[depth]), np.float32(0))
                 heapq.heappush(heap, (-(score + log_prob), depth + 1, parent, rank))
 
-    push(0, 0)
+    push_children(0)
     while heap and len(nodes) <= budget:
         cost, depth, parent, rank = heapq.heappop(heap)
         nodes.append((ranks[depth - 1][rank], parent, depth, -cost))
-        push(parent, rank + 1)
-        push(len(nodes) - 1, 0)
+        push_children(len(nodes) - 1)
     return nodes[1:]
 
 
