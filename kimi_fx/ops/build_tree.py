@@ -84,8 +84,8 @@ def reference(
             bits[i] |= bits[above] if i else 0
         ancestors += b"".join(x.to_bytes(16, "little") for x in bits)
     words = torch.frombuffer(ancestors, dtype=torch.long).view(batch, nodes, 2)
-    drafted = [torch.tensor(x, device=logits.device) for x in (token, parent, depth, score)]
-    return *drafted, words.to(logits.device), drafted[3] > -torch.inf
+    fields: list[Tensor] = [torch.tensor(x, device=logits.device) for x in (token, parent, depth, score)]
+    return fields[0], fields[1], fields[2], fields[3], words.to(logits.device), fields[3] > -torch.inf
 
 
 def fake(
