@@ -8,7 +8,7 @@ demo: .venv/.ready
 	$(DEMO)
 
 test: .venv/.ready
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2
 
 lint: .venv/.ready
 	.venv/bin/ruff check

@@ -10,12 +10,13 @@ from ..results import Delta
 from ..runtime.load import load
 from .record import record
 
-PROMPT = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n'
+PROMPT = 'class Stack:\n    """A simple LIFO stack."""\n\n    def __init__(self):\n'
 BUDGET = 7
 
 
 def run(overrides: Sequence[str]) -> int:
-    config = load_config(["sampling.temperature=0", "sampling.max_tokens=160", *overrides])
+    usual = ["sampling.temperature=0", "sampling.max_tokens=160", "run.threads=1"]  # threads do not help one stream
+    config = load_config([*usual, *overrides])
     engine = Engine(config, load(config))
     prompt = config.prompt or PROMPT
     plain, tree = stream(engine, prompt, "plain", None), stream(engine, prompt, "tree", BUDGET)

@@ -6,6 +6,7 @@
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from ..config import DrafterModel
@@ -23,8 +24,8 @@ def context_kv(
 ) -> tuple[Tensor, Tensor]:
     """Keys (after norm and rotation) and values of all layers, each [layers, B, A, KV, head]."""
     h = rms_norm(F.linear(features, p.fc), p.feature_norm, m.norm_eps)
-    kv = F.linear(h, p.kv.flatten(0, 3)).unflatten(-1, p.kv.shape[:4])  # [B, A, layers, 2, KV, head]
-    k, v = kv.permute(3, 2, 0, 1, 4, 5)  # each [layers, B, A, KV, head]
+    kv = F.linear(h, p.kv.flatten(0, 3)).unflatten(-1, p.kv.shape[:4])
+    k, v = rearrange(kv, "B A layers two KV head -> two layers B A KV head")
     cos, sin = _angles(p, m, positions)
     k = torch.stack([_key(k[i], p.k_norm[i], m, cos, sin) for i in range(m.layers)])
     return k, v
