@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nothing more to say
         return 1
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, MemoryError) as error:
         print(f"kimi-fx: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
 
@@ -61,6 +61,7 @@ def generate(overrides: Sequence[str]) -> int:
     config = load_config(overrides)
     read = read_prompts(config)
     engine = Engine(config, load(config))
+    print(engine.settings(), file=sys.stderr)
     prompts, fields = [p for p, _ in read], [f for _, f in read]
     if config.output == "json":
         results = engine.generate(prompts, fields)

@@ -59,6 +59,8 @@ class Step:
     """Nodes drafted a round, root excluded; null: 15 for a tree, block - 1 for a chain."""
     block: int | None = None
     """Slots of the drafter's block, anchor included; null: as trained; never more than trained."""
+    give_up: int | None = 128
+    """After this many steps in a row without an accepted draft a request goes on plainly; null: never."""
 
 
 @dataclass(frozen=True)
@@ -302,6 +304,7 @@ LIMITS = {  # for a list or map: each number in it
     "drafter.rope_amplitude": Range(0, above=True),
     "step.budget": Range(0, MAX_BUDGET),
     "step.block": Range(1),
+    "step.give_up": Range(1),
     "sampling.max_tokens": Range(0),
     "sampling.max_new_tokens": Range(0),
     "sampling.max_completion_tokens": Range(0),

@@ -39,12 +39,13 @@ class Engine:
 
     def __init__(self, config: Config, loaded: Loaded) -> None:
         self.config, self.loaded, self.model = config, loaded, loaded.model
+        self.backend = f"{loaded.device.type} {'reference' if loaded.model.ops is REFERENCE else 'kernels'}"
         self.max_len = longest(config, loaded)
         self.plan = plan(config, self.model, config.step.mode, config.step.budget)
         batch, table = config.run.batch, pages_for(self.max_len)
         total = pages_for(config.cache.tokens) if config.cache.tokens else batch * table
-        self.pages = Pages(total)
         self.pool = empty_pool(self.model, total, loaded.dtype, loaded.device)
+        self.pages = Pages(total)
         self.state = empty_state(batch, table, self.model.target.V, loaded.device)
         self.waiting: deque[Request] = deque()
         self.seated: list[Request] = []  # slot i is row i of the state
@@ -88,11 +89,13 @@ class Engine:
         return deltas
 
     def cancel(self, request: int) -> None:
-        """End a request now and free its memory; one that is unknown or over is left alone."""
-        self.waiting = deque(r for r in self.waiting if r.id != request)
-        for r in self.seated:
+        """End a request now, free its memory, and tell its stream; one that is unknown or over is left alone."""
+        for r in (*self.waiting, *self.seated):
             if r.id == request:
-                r.finish = "abort"
+                last = r.delta(reason="abort")
+                if request in self.inbox:
+                    self.inbox[request].append(last)
+        self.waiting = deque(r for r in self.waiting if r.finish is None)
         self._dismiss()
 
     @property
@@ -115,15 +118,26 @@ class Engine:
 
         `sampling_params`: one for all or a list with one a prompt; keyword arguments are its fields and go over
         it. One prompt gives one `Result`, a list gives a list in its order. `stream=True` gives an iterator of
-        `Delta`; closing it ends its requests. Raises ValueError before anything runs.
+        `Delta` that starts with its first `next`; closing it ends its requests. Raises ValueError before anything
+        runs.
         """
         requests, single = self._requests(prompts, messages, sampling_params, fields, self._plan(mode, budget))
-        self.waiting.extend(requests)
         deltas = self._collect(requests)
         if stream:
             return deltas
         results = self._results(requests, list(deltas))
         return results[0] if single else results
+
+    def settings(self) -> str:
+        """One line on what a request gets that does not say otherwise, and where from."""
+        p, given, own = complete(self.config.sampling, self.loaded), self.config.sampling, self.loaded.text.defaults
+
+        def origin(name: str) -> str:
+            return "as set" if getattr(given, name) is not None else "checkpoint" if name in own else "default"
+
+        shown = ", ".join(f"{name} {getattr(p, name):g} ({origin(name)})" for name in ("temperature", "top_p", "top_k"))
+        stops = ", ".join(map(str, self.loaded.text.stop_ids))
+        return f"{self.plan.mode}, {self.backend}, up to {self.max_len} tokens; {shown}; stop ids {stops}"
 
     def _requests(
         self, prompts: Prompts, messages: Prompts, given: Any, fields: dict[str, Any], how: Plan
@@ -150,25 +164,26 @@ class Engine:
         return sampling_from(named | fields, base)
 
     def _plan(self, mode: Mode | None, budget: int | None) -> Plan:
-        if mode is None and budget is None:
+        mode = mode or self.config.step.mode
+        if budget is None and mode == self.config.step.mode:
             return self.plan
-        return plan(self.config, self.model, mode or self.config.step.mode, budget)
+        return plan(self.config, self.model, mode, budget)
 
     def _request(self, prompt: Sequence[int], params: SamplingParams, how: Plan, place: int = 0) -> Request:
         params = complete(params, self.loaded)
         limit = token_limit(prompt, params, self.model, self.max_len, self.pages.count, self._stops(params))
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        backend = f"{self.loaded.device.type} {'reference' if self.model.ops is REFERENCE else 'kernels'}"
         return Request(
-            next(self.names), tuple(prompt), params, how, limit, seed, backend, place, stream=self._stream(params)
+            next(self.names), tuple(prompt), params, how, limit, seed, self.backend, place, stream=self._stream(params)
         )
 
     def _stream(self, params: SamplingParams) -> TextStream | None:
-        if self.loaded.text.tokenizer is None:
+        tokenizer = self.loaded.text.tokenizer
+        if tokenizer is None:
+            if params.stops:
+                raise ValueError("The checkpoint has no tiktoken.model, so a stop string cannot be found in ids.")
             return None
-        return TextStream(
-            self.loaded.text.tokenizer, params.stops, params.keep_stop, params.skip_special_tokens, params.least
-        )
+        return TextStream(tokenizer, params.stops, params.keep_stop, params.skip_special_tokens, params.least)
 
     def _stops(self, params: SamplingParams) -> tuple[int, ...]:
         own = () if params.ignore_eos else self.loaded.text.stop_ids
@@ -213,6 +228,10 @@ class Engine:
         deltas = self._absorb(taking_part, emitted, decoding=True)
         if self.trace:
             self.trace.write(taking_part, tree, emitted)
+        for i, request in taking_part:
+            if request.fruitless == self.config.step.give_up:
+                request.stop_drafting()
+                self.state.budget[i] = 0
         return deltas
 
     def _shape(self, plans: list[Plan]) -> Shape:
@@ -247,10 +266,12 @@ class Engine:
                 if i < len(self.seated):
                     self.seated[i] = last
                     move(self.state, len(self.seated), i)
+                self.state.active[len(self.seated)] = False
 
     def _collect(self, requests: list[Request]) -> Iterator[Delta]:
         inbox: deque[Delta] = deque()
         self.inbox.update({r.id: inbox for r in requests})
+        self.waiting.extend(requests)
         try:
             while any(r.finish is None for r in requests) or inbox:
                 if not inbox:

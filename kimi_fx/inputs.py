@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .chat import parse_messages
+from .chat import check_messages, parse_messages
 from .config import Config
 
 KINDS = ("prompt", "ids", "messages")
@@ -69,6 +69,6 @@ def _value(kind: str, value: Any, where: str = "") -> Any:
         if not isinstance(value, str):
             raise ValueError(f"{where}: prompt is {value!r}, wanted a text.")
         return value
-    if kind == "messages" and isinstance(value, str):
-        return parse_messages(value)
+    if kind == "messages":
+        return parse_messages(value) if isinstance(value, str) else check_messages(value)
     return list(value) if isinstance(value, list | tuple) else [value]

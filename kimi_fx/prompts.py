@@ -5,6 +5,7 @@ from typing import Any
 from .chat import render_chat
 from .config import Config
 from .runtime.load import Loaded
+from .tokenizer import Tokenizer
 
 Prompts = Any  # a text, a sequence or array of ids, a chat, or a list of those
 
@@ -13,8 +14,11 @@ def to_ids(prompts: Prompts, messages: Prompts, loaded: Loaded, config: Config) 
     """Ids of each prompt, and whether a single one was given. Raises ValueError naming what cannot be read."""
     if (prompts is None) == (messages is None):
         raise ValueError("Give either prompts (texts or ids) or messages (a chat), one of the two.")
-    given = messages if prompts is None else prompts
-    given = _plain(given)
+    if prompts is None:
+        several = isinstance(messages, list | tuple) and all(isinstance(item, list | tuple) for item in messages)
+        chats = messages if several and messages else [messages]
+        return [_chat(chat, loaded, config) for chat in chats], chats is not messages
+    given = _plain(prompts)
     if not isinstance(given, str | list | tuple) or isinstance(given, list | tuple) and not given:
         raise ValueError(f"The prompt is {given!r}: give a text, a list of ids, a chat, or a list of those.")
     given = given if isinstance(given, str) else [_plain(item) for item in given]
@@ -23,16 +27,22 @@ def to_ids(prompts: Prompts, messages: Prompts, loaded: Loaded, config: Config) 
 
 
 def _ids(prompt: Any, loaded: Loaded, config: Config) -> list[int]:
-    chat = isinstance(prompt, list | tuple) and any(isinstance(item, dict) for item in prompt)
-    if not isinstance(prompt, str) and not chat:
-        return list(prompt) if isinstance(prompt, list | tuple) else [prompt]
-    tokenizer = loaded.text.tokenizer
-    if tokenizer is None:
+    if isinstance(prompt, str):
+        tokenizer = _tokenizer(loaded)
+        return ([tokenizer.bos] if config.target.bos else []) + tokenizer.encode(prompt)
+    if isinstance(prompt, list | tuple) and any(isinstance(item, dict) for item in prompt):
+        return _chat(prompt, loaded, config)
+    return list(prompt) if isinstance(prompt, list | tuple) else [prompt]
+
+
+def _chat(messages: Any, loaded: Loaded, config: Config) -> list[int]:
+    return render_chat(messages, _tokenizer(loaded), config.chat.thinking, loaded.text.template)
+
+
+def _tokenizer(loaded: Loaded) -> Tokenizer:
+    if loaded.text.tokenizer is None:
         raise ValueError("The checkpoint has no tiktoken.model, so a text cannot be read: give token ids.")
-    if chat:
-        return render_chat(prompt, tokenizer, config.chat.thinking, loaded.text.template)
-    bos = [tokenizer.bos] if config.target.bos else []
-    return bos + tokenizer.encode(prompt)
+    return loaded.text.tokenizer
 
 
 def _plain(value: Any) -> Any:

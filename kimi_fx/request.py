@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .config import Mode, SamplingParams
 from .ops.sample_and_walk import LENGTH, NON_FINITE, RUNS, STOP
@@ -42,6 +42,8 @@ class Request:
     finish: FinishReason | None = None
     emitted: list[int] = field(default_factory=list)  # tokens that each verify step added
     nodes: int = 0  # verified in all steps, roots included
+    fruitless: int = 0  # steps in a row whose drafts were all rejected
+    gave_up: int | None = None  # the step after which it stopped drafting
     born: float = field(default_factory=time.perf_counter)
     started: float = 0.0  # its prefill began
     first: float = 0.0  # its first token came
@@ -54,6 +56,10 @@ class Request:
     def begin(self) -> None:
         """Its prefill starts now, unless it has."""
         self.started = self.started or time.perf_counter()
+
+    def stop_drafting(self) -> None:
+        """Go on plainly: its drafts have not been accepted for long."""
+        self.gave_up, self.plan = len(self.emitted), replace(self.plan, budget=0)
 
     def absorb(self, tokens: Sequence[int], code: int, logprobs: Sequence[TokenLogprob], nodes: int) -> Delta:
         """Take what the device emitted, after a step that verified `nodes` nodes (0: the prefill).
@@ -73,6 +79,7 @@ class Request:
         if nodes:
             self.nodes += nodes
             self.emitted.append(len(tokens))
+            self.fruitless = self.fruitless + 1 if nodes > 1 and len(tokens) == 1 else 0
         else:
             self.first = time.perf_counter()
         return self.delta(tokens, text, logprobs[: len(tokens)], reason, stop)
@@ -104,6 +111,7 @@ class Request:
         return Stats(
             mode=self.plan.mode,
             budget=self.plan.budget,
+            gave_up=self.gave_up,
             steps=steps,
             drafted=self.nodes - steps,
             accepted=sum(max(n - 1, 0) for n in self.emitted),

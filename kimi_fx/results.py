@@ -39,6 +39,7 @@ class Stats:
 
     mode: str
     budget: int
+    gave_up: int | None  # verify steps after which drafting stopped, as nothing had been accepted for long
     steps: int
     drafted: int
     accepted: int

@@ -4,6 +4,7 @@ Only `ops.commit` writes a pool or a state, in place; everything else passes the
 """
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -125,14 +126,18 @@ class Context:
 
 
 def empty_pool(m: Model, pages: int, dtype: torch.dtype, device: torch.device) -> KVPool:
-    """A pool of `pages` pages; every leaf owns its storage."""
-    d = m.drafter
+    """A pool of `pages` pages; every leaf owns its storage. MemoryError, with sizes, where it does not fit."""
+    t, d = m.target, m.drafter
+    target = (t.layers, pages, PAGE, t.row)
     draft = (d.layers, pages, PAGE, d.KV, d.head) if d else (0, pages, PAGE, 1, 1)
-    return KVPool(
-        target=torch.zeros(m.target.layers, pages, PAGE, m.target.row, dtype=dtype, device=device),
-        draft_k=torch.zeros(draft, dtype=dtype, device=device),
-        draft_v=torch.zeros(draft, dtype=dtype, device=device),
-    )
+    try:
+        return KVPool(*(torch.zeros(shape, dtype=dtype, device=device) for shape in (target, draft, draft)))
+    except RuntimeError:
+        size = (prod(target) + 2 * prod(draft)) * dtype.itemsize
+        raise MemoryError(
+            f"The pool of {pages * PAGE:,} tokens needs {size / 1e9:.1f} GB on {device} and they are not free: "
+            f"lower cache.tokens, cache.max_len or run.batch."
+        ) from None
 
 
 def empty_state(batch: int, pages: int, vocab: int, device: torch.device) -> StepState:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..graphs.pytree import tree_map
@@ -10,14 +11,22 @@ from ..request import Request
 
 
 class Trace:
-    """An open trace file. Keys: request, round, anchor, tokens, parents, depths, scores, path, emitted."""
+    """A trace file. Keys: request, round, tokens (the anchor first), parents, depths, scores, path, emitted.
+
+    Raises ValueError where the file cannot be written. An older file of that name is emptied.
+    """
 
     def __init__(self, path: str) -> None:
-        self.file = open(path, "w", buffering=1)  # noqa: SIM115
+        self.path = Path(path).expanduser()
+        try:
+            self.path.write_text("")
+        except OSError as error:
+            raise ValueError(f"run.trace={path} cannot be written: {error.strerror}.") from None
 
     def write(self, rows: Sequence[tuple[int, Request]], tree: Tree, emitted: Emitted) -> None:
         t: Any = tree_map(lambda leaf: leaf.tolist(), tree)
         e: Any = tree_map(lambda leaf: leaf.tolist(), emitted)
+        lines = []
         for i, request in rows:
             n, count = e.nodes[i], e.count[i]
             line = {
@@ -30,4 +39,6 @@ class Trace:
                 "path": e.path[i][:count],
                 "emitted": e.tokens[i][:count],
             }
-            self.file.write(json.dumps(line) + "\n")
+            lines.append(json.dumps(line) + "\n")
+        with self.path.open("a") as file:
+            file.writelines(lines)
