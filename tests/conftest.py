@@ -10,6 +10,7 @@ from kimi_fx.compose import load_config
 from kimi_fx.engine import Engine
 from kimi_fx.runtime.load import Loaded, load
 
+pytest.register_assert_rewrite("checks")
 torch.set_num_threads(1)  # small matrices: a second thread costs more than it brings
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -30,8 +30,8 @@ def swiglu(
 
 def inverse_frequencies(rope: Rope, width: int) -> Tensor:
     """YaRN's angle per position of each rotated pair, [width / 2] f32 (arXiv:2309.00071, as DeepSeek-V3 has it)."""
-    pair = torch.arange(0, width, 2, dtype=torch.float32)
-    plain = 1.0 / rope.theta ** (pair / width)
+    powers = rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    plain = 1.0 / powers
     if rope.factor == 1.0:
         return plain
 
@@ -42,7 +42,8 @@ def inverse_frequencies(rope: Rope, width: int) -> Tensor:
     high = min(math.ceil(turns(rope.beta_slow)), width - 1)
     span = high - low if high != low else 0.001
     ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
-    return plain / rope.factor * ramp + plain * (1 - ramp)
+    keep = 1 - ramp
+    return 1.0 / (rope.factor * powers) * (1 - keep) + plain * keep
 
 
 def angles(
