@@ -1,4 +1,4 @@
-"""The same engine on a CUDA device: fp32 gives Hugging Face's ids, bf16 repeats bit-equal and strays only at near ties."""
+"""The engine on a CUDA device: fp32 gives Hugging Face's ids, bf16 repeats bit-equal and strays only at near ties."""
 
 import pytest
 import torch
