@@ -2,9 +2,9 @@
 # pip follows the user's own configuration: point it at an index with CPU wheels to get the small build of torch.
 
 DEMO = .venv/bin/kimi-fx bench demo
-PIP = .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
+PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-demo: .venv/.ready
+demo: .venv/.run
 	$(DEMO)
 
 test: .venv/.ready
@@ -18,7 +18,11 @@ clean:
 	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find kimi_fx tests -name __pycache__ -prune -exec rm -rf {} +
 
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.ready: .venv/.run
+	$(PIP) --no-build-isolation -e ".[test]"
+	@touch $@
+
+.venv/.run: pyproject.toml constraints.txt
 	@.venv/bin/python -m pip --version >/dev/null 2>&1 || { \
 	    for python in python3 python3.12 python3.11; do \
 	        $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && \
@@ -27,7 +31,7 @@ clean:
 	    echo "kimi_fx needs Python 3.11 or newer; none of python3, python3.12 and python3.11 on PATH is one."; \
 	    exit 1; }
 	$(PIP) hatchling
-	$(PIP) --no-build-isolation -e ".[test]"
+	$(PIP) --no-build-isolation -e .
 	@touch $@
 
 .PHONY: demo test lint clean

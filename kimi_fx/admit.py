@@ -17,18 +17,20 @@ def plan(config: Config, model: Model, mode: Mode, budget: int | None) -> Plan:
         raise ValueError(f"mode={mode!r} is unknown: use plain, chain or tree.")
     if isinstance(budget, bool) or not (budget is None or isinstance(budget, int) and 0 <= budget < 128):
         raise ValueError(f"budget={budget!r} is out of range: give 0 to 127 drafted nodes a round.")
+    if mode != "plain" and model.drafter is None:
+        raise ValueError(f"mode={mode} needs a drafter and none is loaded: set drafter=<name or path>, or mode=plain.")
+    trained = model.drafter.block if model.drafter else 1
+    block = config.step.block or trained
+    if block > trained:
+        raise ValueError(
+            f"step.block={block} is more than the {trained} slots the drafter was trained for: give 1 to {trained}."
+            if model.drafter
+            else f"step.block={block} needs a drafter and none is loaded: set drafter=<name or path>."
+        )
     if mode == "plain":
         if budget:
             raise ValueError(f"budget={budget} was asked for with mode=plain, which drafts nothing: use chain or tree.")
         return Plan(mode, 0, 1)
-    if model.drafter is None:
-        raise ValueError(f"mode={mode} needs a drafter and none is loaded: set drafter=<name or path>, or mode=plain.")
-    block = config.step.block or model.drafter.block
-    if block > model.drafter.block:
-        raise ValueError(
-            f"step.block={block} is more than the {model.drafter.block} slots the drafter was trained for: "
-            f"give 1 to {model.drafter.block}."
-        )
     if mode == "chain":
         if budget is not None and budget > block - 1:
             raise ValueError(
@@ -39,11 +41,11 @@ def plan(config: Config, model: Model, mode: Mode, budget: int | None) -> Plan:
     return Plan(mode, nodes if block > 1 else 0, max(nodes, 1))
 
 
-def longest(config: Config, loaded: Loaded) -> int:
+def longest(config: Config, model: Model) -> int:
     """Tokens a request may have, prompt and output together. Raises ValueError above a model's own limit."""
-    own = {"target": loaded.model.target.max_position}
-    if loaded.model.drafter:
-        own["drafter"] = loaded.model.drafter.max_position
+    own = {"target": model.target.max_position}
+    if model.drafter:
+        own["drafter"] = model.drafter.max_position
     asked = config.cache.max_len or min(own.values())
     for name, limit in own.items():
         if asked > limit:
@@ -80,6 +82,8 @@ def token_limit(
             f"at most {room} fit."
         )
     limit = min(MAX_TOKENS, room) if p.limit is None else p.limit
+    if p.least > limit:
+        raise ValueError(f"min_tokens={p.least} is more than the {limit} tokens that fit or are asked for.")
     if -(-(len(prompt) + limit) // PAGE) > pages:
         raise ValueError(
             f"A prompt of {len(prompt)} tokens with max_tokens={limit} needs more than the pool's {pages * PAGE} "

@@ -6,10 +6,9 @@ Exit codes: 0 success, 1 something failed while running, 2 the request was wrong
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-from .config import Config
+from . import __version__
 from .results import Delta
 from .rules import nearest
 
@@ -28,9 +27,13 @@ keys by dots (sampling.temperature=0, step.budget=15).
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (closed by the caller: nothing to say it to)
     if not args or args[0] in ("-h", "--help", "help") or "--help" in args:
         print(USAGE, end="")
         return 0 if args else 2
+    if args[0] == "--version":
+        print(f"kimi_fx {__version__}")
+        return 0
     name, overrides = args[0], args[1:]
     try:
         if name not in COMMANDS:
@@ -56,36 +59,38 @@ def generate(overrides: Sequence[str]) -> int:
     from .compose import load_config
     from .engine import Engine
     from .inputs import read_prompts
-    from .runtime.load import load
 
     config = load_config(overrides)
     read = read_prompts(config)
-    engine = Engine(config, load(config))
-    print(engine.settings(), file=sys.stderr)
     prompts, fields = [p for p, _ in read], [f for _, f in read]
+    if config.output == "text" and any(f.get("logprobs", config.sampling.logprobs) is not None for f in fields):
+        raise ValueError("sampling.logprobs is printed with output=json only: add it, or leave logprobs out.")
+    engine = Engine.open(config, check=lambda engine: engine.check(prompts, fields))
+    print(engine.settings(), file=sys.stderr)
     if config.output == "json":
         results = engine.generate(prompts, fields)
-        for result in results:
-            print(json.dumps(result.to_dict(), ensure_ascii=False), flush=True)
+        for place, result in enumerate(results):
+            print(json.dumps({"prompt": place} | result.to_dict(), ensure_ascii=False), flush=True)
         return int(any(c.finish_reason == "error" for r in results for c in r.outputs))
-    return print_stream(engine.generate(prompts, fields, stream=True), len(prompts), config)
+    lone = len(prompts) == 1 and fields[0].get("n", config.sampling.n) == 1
+    return print_stream(engine.generate(prompts, fields, stream=True), lone)
 
 
-def print_stream(deltas: Any, prompts: int, config: Config) -> int:
+def print_stream(deltas: Iterator[Delta], lone: bool) -> int:
     """A lone text as it comes; several ones whole, in the order they end, each under a heading."""
     failed = False
     texts: dict[tuple[int, int], str] = {}
     for delta in deltas:
         key = (delta.prompt, delta.index)
-        lone = prompts == 1 and config.sampling.n == 1
         if lone:
             print(delta.text, end="", flush=True)
         else:
             texts[key] = texts.get(key, "") + delta.text
         if delta.finished:
             failed |= delta.finish_reason == "error"
-            print("" if lone else f"--- prompt {delta.prompt}, sample {delta.index}\n{texts.pop(key)}", flush=True)
-            print(summary(delta), file=sys.stderr)
+            heading = f"--- prompt {delta.prompt}, sample {delta.index}"
+            print("" if lone else f"{heading}\n{texts.pop(key)}", flush=True)
+            print(summary(delta) if lone else f"{heading} {summary(delta)}", file=sys.stderr)
     return int(failed)
 
 
@@ -93,9 +98,15 @@ def summary(delta: Delta) -> str:
     """One line about a finished sample."""
     s, usage = delta.stats, delta.usage
     assert s is not None and usage is not None
-    line = f"[{delta.finish_reason}: {usage.completion_tokens} tokens, {s.tokens_per_second:.1f} tokens/s, {s.mode}"
+    why = f" ({delta.stop_reason})" if delta.finish_reason == "error" else ""
+    pace = f"{usage.completion_tokens} tokens, {s.tokens_per_second:.1f} tokens/s"
+    line = f"[{delta.finish_reason}{why}: {pace}, {s.mode}"
     if s.budget:
-        line += f" of {s.budget}, acceptance length {s.acceptance_length:.2f} (tokens a verify step, bonus included)"
+        line += f" of {s.budget}"
+    if s.drafted:
+        line += f", acceptance length {s.acceptance_length:.2f} (tokens a verify step, bonus included)"
+    if s.gave_up:
+        line += f", no drafts after step {s.gave_up}: none were accepted"
     return line + "]"
 
 
@@ -106,6 +117,7 @@ def validate(overrides: Sequence[str]) -> int:
 
 
 def inspect(overrides: Sequence[str]) -> int:
+    from .checkpoint.configs import read_target
     from .checkpoint.report import inspect
     from .compose import load_config
     from .config import package_path
@@ -115,7 +127,7 @@ def inspect(overrides: Sequence[str]) -> int:
     target, d = target_folder(config), config.drafter
     drafter = package_path(d.path) if d.path else None
     print(inspect(target, drafter, config.target.lora_norm_eps, d.window, d.rope_amplitude))
-    print(f"\n{read_text(target).describe()}")
+    print(f"\n{read_text(target, read_target(target, None).V).describe()}")
     return 0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from .config import KEYS, LIMITS, SYNONYMS, Config, SamplingParams, problem, synonym_problems, wanted
@@ -57,7 +58,7 @@ def load_config(overrides: Sequence[str]) -> Config:
 
 def resolve(overrides: Sequence[str]) -> list[Setting]:
     """Every key with its value, type and origin, in the order of the dataclasses. Raises ConfigError."""
-    if isinstance(overrides, str):
+    if isinstance(overrides, str) or not isinstance(overrides, Sequence):
         raise ConfigError(f"{clip(overrides)}: wanted a list of overrides, not one string")
     problems: list[str] = []
     settings = {key: Setting(key, attrgetter(key)(Config()), wanted(key), "default") for key in KEYS}
@@ -96,7 +97,7 @@ def sampling_from(kwargs: Mapping[str, Any], base: SamplingParams) -> SamplingPa
     problems, good = [], {}
     for name, value in kwargs.items():
         if name not in names:
-            problems.append(f"{name}: no such sampling parameter{suggestion(name, names)}")
+            problems.append(f"{name}: no such sampling parameter{suggestion(str(name), names)}")
         elif line := problem(f"sampling.{name}", value, f"{name}={value!r}"):
             problems.append(line)
         else:
@@ -165,7 +166,7 @@ def parse(text: str, hint: Any) -> Any:
         return text
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except YAMLError:
+    except (YAMLError, OmegaConfBaseException, ValueError):  # as it stands, for its type to be judged
         return text
     return parsed["value"]
 

@@ -58,7 +58,7 @@ class Step:
     budget: int | None = None
     """Nodes drafted a round, root excluded; null: 15 for a tree, block - 1 for a chain."""
     block: int | None = None
-    """Slots of the drafter's block, anchor included; null: as trained; never more than trained."""
+    """Slots of the drafter's block, anchor included (1: no drafts); null: as trained; never more than trained."""
     give_up: int | None = 128
     """After this many steps in a row without an accepted draft a request goes on plainly; null: never."""
 
@@ -84,13 +84,13 @@ class SamplingParams:
     temperature: float | None = None
     """0 is greedy; null: the checkpoint's generation_config, else 1.0."""
     top_p: float | None = None
-    """Smallest set of tokens with this mass, in (0, 1]; null: generation_config, else 1."""
+    """Smallest set of tokens with this mass; null: generation_config, else 1."""
     top_k: int | None = None
     """Best tokens kept; -1 or 0: all; null: generation_config, else all."""
     min_p: float = 0.0
     """Tokens under this share of the best one's probability are dropped, 0..1."""
     seed: int | None = None
-    """Same seed, same ids, in every mode and batch; null: drawn afresh."""
+    """Same seed, same ids, in every mode and batch (fp32; near ties apart in bf16); null: drawn afresh."""
     n: int = 1
     """Samples of one prompt."""
     stop: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Taken from an id's logit once for each time it was emitted, -2..2."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of ids in prompt or output, > 0."""
+    """Divides positive and multiplies negative logits of ids in prompt or output."""
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these ids; never clamped."""
     grammar: str | None = None
@@ -168,7 +168,7 @@ class Run:
     threads: int | None = None
     """CPU threads; null: as torch finds them."""
     trace: str | None = None
-    """File that gets one JSON line a round: drafts, tree, accepted path, counts."""
+    """File that gets one JSON line a request and round: tree, accepted path, tokens; keys in `runtime/trace.py`."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,8 @@ class Config:
     """generate, validate: a chat as a JSON list of {role, content}."""
     output: Literal["text", "json"] = "text"
     """generate: stream text, or one JSON object a prompt."""
+    limit: int | None = None
+    """Prompts taken from the file at most."""
     budgets: tuple[int, ...] = (7, 15, 31, 63)
     """bench: tree budgets to compare."""
 
@@ -311,23 +313,24 @@ LIMITS = {  # for a list or map: each number in it
     "sampling.min_tokens": Range(0),
     "sampling.min_new_tokens": Range(0),
     "sampling.temperature": Range(0),
-    "sampling.top_p": Range(0, 1, above=True),
+    "sampling.top_p": Range(1e-6, 1),
     "sampling.top_k": Range(-1),
     "sampling.min_p": Range(0, 1),
     "sampling.seed": Range(-(2**63), 2**64 - 1),
-    "sampling.n": Range(1),
+    "sampling.n": Range(1, 1024),
     "sampling.stop_token_ids": Range(0),
     "sampling.logprobs": Range(0, TOP_LOGPROBS),
     "sampling.presence_penalty": Range(-2, 2),
     "sampling.frequency_penalty": Range(-2, 2),
-    "sampling.repetition_penalty": Range(0, above=True),
+    "sampling.repetition_penalty": Range(0.01, 100),
     "sampling.logit_bias": Range(-(10**9), 10**9),
     "cache.max_len": Range(1),
-    "cache.tokens": Range(1),
+    "cache.tokens": Range(1, 10**12),
     "run.batch": Range(1, 64),
     "run.chunk": Range(1, 4096),
-    "run.threads": Range(1),
+    "run.threads": Range(1, 1024),
     "ids": Range(0),
+    "limit": Range(1),
     "budgets": Range(0, MAX_BUDGET),
 }
 REFUSED = ("sampling.grammar", "sampling.prompt_logprobs", "sampling.tools")

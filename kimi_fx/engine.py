@@ -6,7 +6,7 @@ round itself is `graphs.step`; this file decides who takes part and hands out wh
 
 import secrets
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, Self
@@ -23,7 +23,7 @@ from .ops import REFERENCE
 from .prompts import Prompts, to_ids
 from .request import Plan, Request
 from .results import Completion, Delta, Result, TokenLogprob, Usage
-from .runtime.load import Loaded, load
+from .runtime.load import Loaded, load, prepare
 from .runtime.pages import Pages, pages_for
 from .runtime.slots import move, seat
 from .runtime.trace import Trace
@@ -40,18 +40,20 @@ class Engine:
     def __init__(self, config: Config, loaded: Loaded) -> None:
         self.config, self.loaded, self.model = config, loaded, loaded.model
         self.backend = f"{loaded.device.type} {'reference' if loaded.model.ops is REFERENCE else 'kernels'}"
-        self.max_len = longest(config, loaded)
+        self.max_len = longest(config, self.model)
         self.plan = plan(config, self.model, config.step.mode, config.step.budget)
         batch, table = config.run.batch, pages_for(self.max_len)
         total = pages_for(config.cache.tokens) if config.cache.tokens else batch * table
-        self.pool = empty_pool(self.model, total, loaded.dtype, loaded.device)
+        with torch.inference_mode(False):  # both are written in place, whoever calls
+            self.pool = empty_pool(self.model, total, loaded.dtype, loaded.device)
+            self.state = empty_state(batch, table, self.model.target.V, loaded.device)
         self.pages = Pages(total)
-        self.state = empty_state(batch, table, self.model.target.V, loaded.device)
+        self.stepping = False
         self.waiting: deque[Request] = deque()
         self.seated: list[Request] = []  # slot i is row i of the state
         self.inbox: dict[int, deque[Delta]] = {}  # of requests whose deltas a `generate` collects
         self.names = count()
-        self.trace = Trace(config.run.trace) if config.run.trace else None
+        self.trace = Trace(config.run.trace) if config.run.trace is not None else None
 
     @classmethod
     def load(cls, overrides: Sequence[str] = (), progress: bool = True) -> Self:
@@ -59,33 +61,56 @@ class Engine:
 
         Raises ValueError (ConfigError, CheckpointError) with one clear sentence a problem, before loading.
         """
-        config = load_config(overrides)
-        return cls(config, load(config, progress))
+        return cls.open(load_config(overrides), progress)
+
+    @classmethod
+    def open(cls, config: Config, progress: bool = True, check: Callable[[Self], object] = id) -> Self:
+        """As `load`, from a configuration; `check` sees the engine before the weights are read, and may raise."""
+        engine = cls(config, prepare(config))
+        check(engine)
+        engine.loaded = load(config, engine.loaded, progress)
+        return engine
 
     def add(
         self,
         prompt: Sequence[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams | dict[str, Any] | None = None,
         mode: Mode | None = None,
         budget: int | None = None,
     ) -> int:
-        """Queue one prompt of ids; returns the request's id. `n` samples need `generate`.
+        """Queue one prompt of ids; returns the request's id.
 
-        Raises ValueError for what can never run; nothing else is disturbed.
+        Raises ValueError for what can never run, and for `n` above 1, which `generate` does.
         """
-        request = self._request(prompt, params or self.config.sampling, self._plan(mode, budget))
+        if not isinstance(prompt, list | tuple):
+            raise ValueError(f"add takes a list of token ids, found {prompt!r:.60}: generate takes texts and chats.")
+        given = self._params(params, {})
+        if given.n > 1:
+            raise ValueError(f"n={given.n}: add queues one sample, use generate for several.")
+        request = self._request(prompt, given, self._plan(mode, budget))
         self.waiting.append(request)
         return request.id
 
     def step(self) -> list[Delta]:
-        """Admit what fits, prefill one chunk of one request, decode one round of the others."""
-        with torch.inference_mode():
-            self._admit()
-            deltas = self._prefill() + self._round()
-        self._dismiss()
-        for delta in deltas:
-            if delta.request in self.inbox:
-                self.inbox[delta.request].append(delta)
+        """Admit what fits, prefill one chunk of one request, decode one round of the others.
+
+        A step that raises ends the requests it had seated with finish "error"; the engine goes on.
+        """
+        self.stepping, deltas = True, []
+        try:
+            with torch.inference_mode():
+                self._admit()
+                deltas += self._prefill()
+                deltas += self._round()
+        except BaseException:
+            deltas += [r.delta(reason="error", stop="a step failed") for r in self.seated if r.finish is None]
+            raise
+        finally:
+            self.stepping = False
+            self._dismiss()
+            for delta in deltas:
+                if delta.request in self.inbox:
+                    self.inbox[delta.request].append(delta)
         return deltas
 
     def cancel(self, request: int) -> None:
@@ -96,7 +121,8 @@ class Engine:
                 if request in self.inbox:
                     self.inbox[request].append(last)
         self.waiting = deque(r for r in self.waiting if r.finish is None)
-        self._dismiss()
+        if not self.stepping:  # else the step does it at its end
+            self._dismiss()
 
     @property
     def busy(self) -> bool:
@@ -127,6 +153,10 @@ class Engine:
             return deltas
         results = self._results(requests, list(deltas))
         return results[0] if single else results
+
+    def check(self, prompts: Prompts, sampling_params: Any = None) -> None:
+        """Raise the ValueError that `generate` would, and run nothing."""
+        self._requests(prompts, None, sampling_params, {}, self.plan)
 
     def settings(self) -> str:
         """One line on what a request gets that does not say otherwise, and where from."""
@@ -164,7 +194,7 @@ class Engine:
         return sampling_from(named | fields, base)
 
     def _plan(self, mode: Mode | None, budget: int | None) -> Plan:
-        mode = mode or self.config.step.mode
+        mode = self.config.step.mode if mode is None else mode
         if budget is None and mode == self.config.step.mode:
             return self.plan
         return plan(self.config, self.model, mode, budget)
@@ -209,13 +239,14 @@ class Engine:
             request.prefilled = len(request.prompt)
             return [request.delta(reason="length")]
         chunk = request.prompt[request.prefilled :][: self.config.run.chunk]
-        request.prefilled += len(chunk)
+        final = request.prefilled + len(chunk) == len(request.prompt)
         row = tree_map(lambda leaf: leaf[slot : slot + 1], self.state)
         _, emitted = prefill_step(
             self.loaded.params, self.pool, row,
             torch.tensor([chunk], device=device), torch.tensor([len(chunk)], device=device),
-            torch.tensor([not request.prefilling], device=device), self.model,
+            torch.tensor([final], device=device), self.model,
         )  # fmt: skip
+        request.prefilled += len(chunk)
         return [] if request.prefilling else self._absorb([(0, request)], emitted, decoding=False)
 
     def _round(self) -> list[Delta]:

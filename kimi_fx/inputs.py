@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from .chat import check_messages, parse_messages
-from .config import Config
+from .compose import sampling_from
+from .config import Config, SamplingParams, package_path
 
 KINDS = ("prompt", "ids", "messages")
 
@@ -21,16 +22,20 @@ def read_prompts(config: Config) -> list[tuple[Any, dict[str, Any]]]:
         raise ValueError(f"Give one of prompt=, prompts=, ids= or messages=; found {found}.")
     ((name, value),) = given.items()
     if name == "prompts":
-        return _read_file(Path(value).expanduser())
+        return _read_file(package_path(value))[: config.limit]
     return [(_value(name, value), {})]
 
 
 def _read_file(path: Path) -> list[tuple[Any, dict[str, Any]]]:
     if not path.is_file():
-        raise ValueError(f"prompts={path}: there is no such file.")
+        raise ValueError(f"prompts={path}: {'not a file' if path.exists() else 'there is no such file'}.")
     if path.suffix == ".safetensors":
         return [(row, {}) for row in _matrix(path)]
-    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"prompts={path}: not a text in UTF-8.") from None
+    lines = enumerate(text.split("\n"), 1)  # not splitlines: JSON may hold other line separators
     prompts = [_line(text, f"{path}, line {number}") for number, text in lines if text.strip()]
     if not prompts:
         raise ValueError(f"prompts={path}: the file holds no prompt.")
@@ -60,7 +65,13 @@ def _line(text: str, where: str) -> tuple[Any, dict[str, Any]]:
     kinds = [kind for kind in KINDS if isinstance(record, dict) and kind in record]
     if len(kinds) != 1:
         raise ValueError(f"{where}: a line is an object with one of prompt, ids or messages, or a text.")
-    fields = {key: value for key, value in record.items() if key not in KINDS}
+    fields = {key: value for key, value in record.items() if key not in KINDS and value is not None}
+    if isinstance(bias := fields.get("logit_bias"), dict):  # JSON has no other keys than strings
+        fields["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in bias.items()}
+    try:
+        sampling_from(fields, SamplingParams())
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     return _value(kinds[0], record[kinds[0]], where), fields
 
 

@@ -22,6 +22,8 @@ def to_ids(prompts: Prompts, messages: Prompts, loaded: Loaded, config: Config) 
     if not isinstance(given, str | list | tuple) or isinstance(given, list | tuple) and not given:
         raise ValueError(f"The prompt is {given!r}: give a text, a list of ids, a chat, or a list of those.")
     given = given if isinstance(given, str) else [_plain(item) for item in given]
+    if len({isinstance(item, str | list | tuple) for item in given}) > 1:
+        raise ValueError("The list mixes prompts with bare ids: give one list of ids, or a list of prompts.")
     single = isinstance(given, str) or not isinstance(given[0], str | list | tuple)
     return [_ids(one, loaded, config) for one in ([given] if single else given)], single
 

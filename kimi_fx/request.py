@@ -70,6 +70,8 @@ class Request:
         stop: int | str | None = None
         if reason == "stop" and tokens[-1] in self.params.stop_token_ids:
             stop = tokens[-1]
+        if reason == "error":
+            stop = "the logits were not finite"
         if self.stream is not None:
             text = self.stream.push(tokens[:-1] if reason == "stop" else tokens)
             if self.stream.ended:
@@ -123,7 +125,7 @@ class Request:
             tokens_per_second=max(len(self.ids) - 1, 0) / decode,
             prompt_tokens_per_second=len(self.prompt) / max(first - started, 1e-9),
             total_time=now - self.born,
-            kv_tokens=len(self.prompt) + len(self.ids),
+            kv_tokens=len(self.prompt) + max(len(self.ids) - 1, 0),
             eager_steps=steps,
             backend=self.backend,
         )

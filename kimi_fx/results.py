@@ -34,7 +34,9 @@ class Stats:
 
     `acceptance_length` is the mean over verify steps of the tokens they emitted: the bonus token counts, the
     prefill's token and tokens cut by a stop or a length do not. `acceptance_by_depth[d]` is the share of steps
-    whose drafts were accepted d + 1 levels deep.
+    whose drafts were accepted d + 1 levels deep. The time to the first token counts from the request's arrival,
+    waiting included; the prompt's rate from the start of its prefill. `kv_tokens` are those in the pool at the end: the
+    last token never enters it. `eager_steps` ran operator by operator.
     """
 
     mode: str
@@ -64,7 +66,7 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    stop_reason: int | str | None  # the stop id or string asked for that ended it; None for the model's own
+    stop_reason: int | str | None  # the stop id or string asked for that ended it, or the error; else None
     logprobs: tuple[TokenLogprob, ...] | None
     cumulative_logprob: float | None
     stats: Stats

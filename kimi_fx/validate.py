@@ -33,13 +33,16 @@ class Verdict:
     gap: float | None  # between plain's two best logits at the first difference; None: there is none
     tolerance: float
     acceptance: float
+    error: str | None  # why a run could not be finished
 
     @property
     def good(self) -> bool:
-        return self.gap is None or self.gap <= self.tolerance
+        return not self.error and (self.gap is None or self.gap <= self.tolerance)
 
     def __str__(self) -> str:
         line = f"prompt {self.prompt}  {self.what:<12}"
+        if self.error:
+            return f"{line} ERROR: {self.error}"
         if self.gap is None:
             return f"{line} equal, {self.tokens} tokens, acceptance length {self.acceptance:.2f}"
         word = "near tie" if self.good else "DIFFERENT"
@@ -62,6 +65,8 @@ def validate(overrides: Sequence[str]) -> int:
     if loaded.model.ops is not REFERENCE:
         plain = Engine(config, replace(loaded, model=replace(loaded.model, ops=REFERENCE)))
         runs["reference"] = plain.generate(prompts, params, mode="plain")
+    if len(runs) < 2:
+        raise ValueError("There is nothing to compare plain decoding with: validate needs a drafter, or a CUDA device.")
     exact = loaded.dtype == torch.float32
     verdicts = [v for what in list(runs)[1:] for v in judge(what, runs["plain"], runs[what], exact)]
     for verdict in sorted(verdicts, key=lambda v: v.prompt):
@@ -85,7 +90,8 @@ def verdict(prompt: int, what: str, plain: Completion, other: Completion, tolera
         if same < min(len(plain.token_ids), len(other.token_ids)) and plain.logprobs:
             (_, best), (_, second) = plain.logprobs[same].top[:2]
             gap = best - second
-    return Verdict(prompt, what, same, len(plain.token_ids), gap, tolerance, other.stats.acceptance_length)
+    error = next((str(c.stop_reason) for c in (plain, other) if c.finish_reason == "error"), None)
+    return Verdict(prompt, what, same, len(plain.token_ids), gap, tolerance, other.stats.acceptance_length, error)
 
 
 def agreement(a: Completion, b: Completion) -> int:

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from kimi_fx.compose import load_config
+from kimi_fx.config import package_path
 from kimi_fx.engine import Engine
 from kimi_fx.runtime.load import Loaded, load
 
@@ -50,4 +51,4 @@ def golden() -> list[dict[str, torch.Tensor]]:
 @pytest.fixture(scope="session")
 def held_out() -> list[list[int]]:
     """96 held-out prompts of 128 ids."""
-    return load_file(GOLDEN / "acceptance-prompts.safetensors")["prompts"].tolist()
+    return load_file(package_path("kimi_fx:nano/acceptance-prompts.safetensors"))["prompts"].tolist()

@@ -1,7 +1,7 @@
 """`kimi-fx bench cpu`: Hugging Face, plain, and trees on the same threads, as ratios of one run.
 
-Greedy, batch 1, ignore_eos. Every prompt goes through all of them before the next one, so that a busy machine
-slows all alike; times are whole calls, prefill included.
+Needs the `test` extra. Greedy, batch 1, ignore_eos. Every prompt goes through all of them before the next one, so that
+a busy machine slows all alike; times are whole calls, prefill included.
 """
 
 import time
@@ -13,19 +13,27 @@ from ..compose import load_config
 from ..config import Mode, package_path
 from ..engine import Engine
 from ..inputs import read_prompts
-from ..runtime.load import load
 from .huggingface import huggingface
 from .record import record, say, table
 
-PROMPTS = 12
+USUAL = [
+    "device=cpu",
+    "dtype=float32",
+    "budgets=[7,15]",
+    "prompts=kimi_fx:nano/acceptance-prompts.safetensors",
+    "limit=12",
+    "sampling.max_tokens=128",
+]
 Way = Callable[[list[int]], list[int]]
 
 
 def run(overrides: Sequence[str]) -> int:
-    config = load_config(["device=cpu", "dtype=float32", "budgets=[7,15]", *overrides])
-    prompts = [ids for ids, _ in read_prompts(config)][:PROMPTS]
-    tokens = config.sampling.limit or 128
-    engine = Engine(config, load(config))
+    config = load_config([*USUAL, *overrides])
+    if config.sampling.temperature:
+        raise ValueError("bench cpu compares greedy texts: leave sampling.temperature unset.")
+    prompts = [ids for ids, _ in read_prompts(config)]
+    tokens = config.sampling.limit or 1
+    engine = Engine.open(config)
     peer = huggingface(package_path(config.target.path or ""), engine.model.target.lora_norm_eps)
 
     def ours(mode: Mode, budget: int | None) -> Way:

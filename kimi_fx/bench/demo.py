@@ -7,7 +7,6 @@ from ..compose import load_config
 from ..config import Mode
 from ..engine import Engine
 from ..results import Delta
-from ..runtime.load import load
 from .record import record
 
 PROMPT = 'class Stack:\n    """A simple LIFO stack."""\n\n    def __init__(self):\n'
@@ -17,7 +16,9 @@ BUDGET = 7
 def run(overrides: Sequence[str]) -> int:
     usual = ["sampling.temperature=0", "sampling.max_tokens=160", "run.threads=1"]  # threads do not help one stream
     config = load_config([*usual, *overrides])
-    engine = Engine(config, load(config))
+    if (config.sampling.limit or 0) < 2:
+        raise ValueError(f"sampling.max_tokens={config.sampling.limit} leaves nothing to time: give 2 or more.")
+    engine = Engine.open(config)
     prompt = config.prompt or PROMPT
     plain, tree = stream(engine, prompt, "plain", None), stream(engine, prompt, "tree", BUDGET)
     assert plain.stats and tree.stats

@@ -5,11 +5,14 @@ the rope settings. Everything the graphs do not do is refused by name, all probl
 tensors, no tokenizer and no `generation_config.json`.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from ..config import DrafterModel, TargetModel
 from .fields import ANY, COUNT, NUMBER, SIZE, Json, differing, is_kind, malformed, read_rope, rope_problems
-from .files import read_json, refuse
+from .files import CheckpointError, read_json, refuse
 
 GROUP = 32  # inputs that share one INT4 scale
 TARGET_TYPES = ("kimi_k2", "kimi_k25", "deepseek_v3")
@@ -45,6 +48,28 @@ INT4 = {
 }  # fmt: skip
 
 
+P = ParamSpec("P")
+M = TypeVar("M")
+
+
+def understood(read: Callable[Concatenate[Path, P], M]) -> Callable[Concatenate[Path, P], M]:
+    """A reader of config.json whose CheckpointError also covers values of a kind it does not expect anywhere."""
+
+    @wraps(read)
+    def guarded(folder: Path, *args: P.args, **kwargs: P.kwargs) -> M:
+        try:
+            return read(folder, *args, **kwargs)
+        except CheckpointError:
+            raise
+        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
+            kind = type(error).__name__
+            what = f"a value is not of the expected kind ({kind}: {error})"
+            raise CheckpointError(f"{folder}/config.json: {what}") from None
+
+    return guarded
+
+
+@understood
 def read_target(
     folder: Path,
     lora_norm_eps: float | None,  # of the two latent norms; None: the checkpoint's rms_norm_eps
@@ -88,6 +113,7 @@ def read_target(
     return model
 
 
+@understood
 def read_drafter(
     folder: Path,
     target: TargetModel,

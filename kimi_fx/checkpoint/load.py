@@ -12,10 +12,10 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
@@ -23,7 +23,7 @@ from ..config import DrafterModel, TargetModel
 from ..graphs.params import DrafterParams, Experts, Leaf, TargetParams, drafter_plan, target_plan
 from ..graphs.pytree import tree_leaves, tree_map
 from ..ops.marlin import dequantise, marlin_pack, marlin_pack_scales
-from .files import first_few, read_entries, refuse
+from .files import CheckpointError, first_few, read_entries, refuse
 from .preflight import DRAFTER, TARGET, Layout, check, shape_name
 
 P = TypeVar("P")
@@ -96,7 +96,13 @@ def _load(plan: P, folder: Path, layout: Layout, device: torch.device | str, dty
     prefix = check(plan, entries, layout, str(folder)).prefix
     total = sum(_bytes(leaf) for leaf in tree_leaves(plan))
     with ExitStack() as stack, _meter(total, folder.name, progress) as advance:
-        opened = cache(lambda file: stack.enter_context(safe_open(file, framework="pt")))
+
+        @cache
+        def opened(file: Path) -> Any:
+            try:
+                return stack.enter_context(safe_open(file, framework="pt"))
+            except SafetensorError as error:
+                raise CheckpointError(f"{file}: not a sound safetensors file ({error}): fetch it again.") from None
 
         def tensor(name: str) -> Tensor:  # a view of the mapped file
             return opened(entries[prefix + name].file).get_tensor(prefix + name)

@@ -1,7 +1,8 @@
 """DFlash (arXiv:2602.06036): one bidirectional block that reads the target's features as context.
 
 `context_kv` turns features of committed tokens into every layer's keys and values, once; `draft` runs the block
-[anchor, mask, mask, …] over them. It shares the target's embedding and head.
+[anchor, mask, mask, …] over them. Context and block go through the same key and value weights: `kv` holds those of all
+layers. A mask slot predicts the token of its own place. It shares the target's embedding and head.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """The round: draft a block, build the tree, verify every node at once, walk, commit.
 
-Both functions are closed over a static `Shape` and `Model`, take tensors only, and leave pool and state advanced
-in place by `commit`, their last operator. Plain decoding is one node, a chain is a tree of width one.
+Both functions are closed over a static `Shape` and `Model` and are pure but for `commit`, their last operator, which
+advances pool and state in place (what donation is in JAX): the state they return is the one they were given. Plain
+decoding is one node, a chain is a tree of width one.
 DFlash drafts (arXiv:2602.06036), DDTree arranges them (arXiv:2604.12989).
 """
 
@@ -43,7 +44,7 @@ def prefill_step(
     hidden, rows, features = verify(params, pool, state, model, tokens, positions, valid, None)
     last = (count - 1).view(1, 1, 1).expand(1, 1, hidden.shape[-1])
     logits = target.logits(params.target, model.target, hidden.gather(1, last))
-    root = build_tree(state, ROOT, model, logits[:, :0])
+    root = build_tree(state, ROOT, model, logits[:, :0])  # no marginals: the root alone
     emitted = walk(state, ROOT, model, root, logits, state.length + count - 1, final)
     commit(params, pool, state, model, rows, features, place, count, emitted, final)
     return state, emitted
@@ -67,8 +68,9 @@ def build_tree(
     model: Model,
     marginals: Tensor,  # [B, S - 1, V]
 ) -> Tree:
-    """The most probable prefixes under the marginals, the anchor their root."""
-    return Tree(*model.ops.build_tree(marginals, state.anchor, state.budget, state.width, shape.nodes, shape.width))
+    """The most probable prefixes under the marginals, the anchor their root; of an inactive slot the root alone."""
+    budget = state.budget * state.active
+    return Tree(*model.ops.build_tree(marginals, state.anchor, budget, state.width, shape.nodes, shape.width))
 
 
 def verify(
@@ -99,12 +101,13 @@ def walk(
 ) -> Emitted:
     """Draw along the tree from the root for as long as the drawn token is a child."""
     s = state.sampling
-    drawn = model.ops.sample_and_walk(
+    tokens, count, path, finish, logprob, top_ids, top_logprobs = model.ops.sample_and_walk(
         logits, tree.token, tree.parent, position, active, shape.depth + 1,
         s.temperature, s.top_k, s.top_p, s.min_p, s.presence, s.frequency, s.repetition, s.bias, s.counts, s.seen,
         s.seed, s.sample, s.logprobs, s.stop_ids, s.remaining, s.min_remaining,
     )  # fmt: skip
-    return Emitted(*(*drawn, tree.valid.sum(1)))
+    nodes = tree.valid.sum(1)
+    return Emitted(tokens, count, path, finish, logprob, top_ids, top_logprobs, nodes)
 
 
 def commit(

@@ -43,7 +43,7 @@ def best_first(
     def push(parent: int, rank: int) -> None:
         score, depth, _, _ = tree[parent]
         if depth < len(log_prob) and rank < len(log_prob[depth]) and log_prob[depth][rank] > -torch.inf:
-            score = c_float(score + log_prob[depth][rank]).value  # fp32 arithmetic
+            score = c_float(score + log_prob[depth][rank]).value  # rounded to fp32, as every device adds it
             heappush(heap, (-score, depth + 1, parent, rank))
 
     push(0, 0)
@@ -69,18 +69,18 @@ def reference(
     Where no more nodes are possible, fewer than the budget come out; of a request with NaN or +inf among its
     logits, the root alone.
     """
-    ids, log_prob = ranked(logits.float(), width, min(max_width, nodes, logits.shape[2]))
+    tokens, log_prob = ranked(logits.float(), width, min(max_width, nodes, logits.shape[2]))
     batch = len(logits)
     token, parent, depth = ([[padding] * nodes for _ in range(batch)] for padding in (0, -1, 0))
     score = [[-torch.inf] * nodes for _ in range(batch)]
     ancestors = bytearray()
-    for b, (root, most, own, ranks) in enumerate(
-        zip(anchor.tolist(), budget.tolist(), ids.tolist(), log_prob.tolist(), strict=True)
+    for b, (root, most, ids, gains) in enumerate(
+        zip(anchor.tolist(), budget.tolist(), tokens.tolist(), log_prob.tolist(), strict=True)
     ):
         bits = [1 << i for i in range(nodes)]
-        for i, (s, d, above, rank) in enumerate(best_first(ranks, most)):
+        for i, (s, d, above, rank) in enumerate(best_first(gains, most)):
             score[b][i], depth[b][i], parent[b][i] = s, d, above
-            token[b][i] = own[d - 1][rank] if i else root
+            token[b][i] = ids[d - 1][rank] if i else root
             bits[i] |= bits[above] if i else 0
         ancestors += b"".join(x.to_bytes(16, "little") for x in bits)
     words = torch.frombuffer(ancestors, dtype=torch.long).view(batch, nodes, 2)

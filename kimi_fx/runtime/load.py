@@ -1,15 +1,19 @@
 """From a `Config` to what the engine runs on: geometry, weights on the device, tokenizer, stop ids."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..chat import load_template
 from ..checkpoint.configs import read_drafter, read_target
+from ..checkpoint.files import read_entries
 from ..checkpoint.load import load_drafter, load_target
-from ..config import Config, package_path
-from ..graphs.params import Params
+from ..checkpoint.preflight import DRAFTER, TARGET, check
+from ..compose import sampling_from
+from ..config import Config, SamplingParams, package_path
+from ..graphs.params import Params, drafter_plan, target_plan
 from ..graphs.state import Model
 from ..ops import KERNELS, REFERENCE, Ops
 from ..tokenizer import Tokenizer, generation_defaults, load_tokenizer, stop_ids
@@ -37,35 +41,50 @@ class Text:
 
 @dataclass(frozen=True)
 class Loaded:
-    params: Params
+    """What an engine runs on; without `params` it is prepared: enough to check any request, no weight read."""
+
+    params: Any  # Params; None where only prepared
     model: Model
     device: torch.device
     dtype: torch.dtype
     text: Text
 
 
-def read_text(folder: Path, vocab: int | None = None) -> Text:
-    """Tokenizer, chat template, stop ids and sampling defaults of a checkpoint folder."""
-    tokenizer = load_tokenizer(folder, vocab) if (folder / "tiktoken.model").exists() else None
-    return Text(tokenizer, load_template(folder), stop_ids(folder, tokenizer), generation_defaults(folder))
-
-
-def load(config: Config, progress: bool = True) -> Loaded:
-    """Check and load target and drafter. Raises ValueError, in one sentence each, for what the user can mend."""
+def prepare(config: Config) -> Loaded:
+    """Everything that can be checked or read before the weights. Raises ValueError, a sentence a problem."""
     device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
     model, folder = read_model(config, device)
-    drafter_folder = package_path(config.drafter.path) if config.drafter.path else None
+    check(target_plan(model.target), read_entries(folder), TARGET, str(folder))
+    if model.drafter and config.drafter.path:
+        drafter = package_path(config.drafter.path)
+        check(drafter_plan(model.drafter), read_entries(drafter), DRAFTER, str(drafter))
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    text = read_text(folder, model.target.V)
-    target = load_target(folder, model.target, device, dtype, progress)
-    drafter = (
-        load_drafter(drafter_folder, model.drafter, device, dtype, progress)
-        if drafter_folder and model.drafter
-        else None
-    )
-    return Loaded(Params(target, drafter), model, device, dtype, text)
+    return Loaded(None, model, device, pick_dtype(config.dtype, device), read_text(folder, model.target.V))
+
+
+def load(config: Config, ready: Loaded | None = None, progress: bool = True) -> Loaded:
+    """`ready`, or what `prepare` gives, with the weights of target and drafter on the device."""
+    ready = ready or prepare(config)
+    model, device, dtype = ready.model, ready.device, ready.dtype
+    target = load_target(target_folder(config), model.target, device, dtype, progress)
+    drafter = None
+    if model.drafter and config.drafter.path:
+        drafter = load_drafter(package_path(config.drafter.path), model.drafter, device, dtype, progress)
+    return replace(ready, params=Params(target, drafter))
+
+
+def read_text(folder: Path, vocab: int) -> Text:
+    """Tokenizer, chat template, stop ids and sampling defaults of a checkpoint folder."""
+    tokenizer = load_tokenizer(folder, vocab) if (folder / "tiktoken.model").exists() else None
+    stops, defaults = stop_ids(folder, tokenizer), generation_defaults(folder)
+    if max(stops) >= vocab:
+        raise ValueError(f"{folder}: the stop id {max(stops)} is outside the vocabulary of {vocab} ids.")
+    try:
+        sampling_from(defaults, SamplingParams())
+    except ValueError as error:
+        raise ValueError(f"{folder / 'generation_config.json'}: {error}") from None
+    return Text(tokenizer, load_template(folder), stops, defaults)
 
 
 def read_model(config: Config, device: torch.device) -> tuple[Model, Path]:

@@ -1,0 +1,98 @@
+"""The benchmarks run, print their tables, and count what they say they count. Speed itself is not asserted."""
+
+import json
+import sys
+
+import pytest
+
+from kimi_fx.bench.acceptance import pool
+from kimi_fx.bench.cpu import compare
+from kimi_fx.bench.huggingface import huggingface
+from kimi_fx.bench.record import table
+from kimi_fx.cli import main
+from kimi_fx.compose import load_config
+from kimi_fx.engine import Engine
+from oracles.toys import random_pair
+
+PROMPTS = [[1, 2, 3, 4], [5, 6]]
+HOW = {"temperature": 0, "ignore_eos": True, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A random pair, and the overrides that name it and two prompts of ids."""
+    folder = tmp_path_factory.mktemp("small")
+    loaded = random_pair(folder, V=64, layers=1, block=4)
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"ids": ids}) for ids in PROMPTS))
+    settings = ["step=tree", "sampling.max_tokens=12", "cache.max_len=64", f"prompts={folder / 'prompts.jsonl'}"]
+    return loaded, [f"target={folder / 'target'}", f"drafter={folder / 'drafter'}", *settings]
+
+
+def cells(out: str) -> dict[str, list[str]]:
+    """Rows of a printed table by their first cell."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
+    assert len({len(row) for row in rows}) == 1
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_acceptance(small, capsys):
+    """Acceptance counted again: tokens after each prompt's first, over steps."""
+    loaded, overrides = small
+    assert main(["bench", "acceptance", *overrides, "budgets=[3,7]"]) == 0
+    out, _ = capsys.readouterr()
+    rows = cells(out)
+    assert list(rows)[2:] == ["plain", "chain", "tree of 3 (4 nodes)", "tree of 7 (8 nodes)"]
+    engine = Engine(load_config(["cache.max_len=64", "step.give_up=null"]), loaded)
+    ways = {"plain": {"mode": "plain"}, "chain": {"mode": "chain"}, "tree of 7 (8 nodes)": {"budget": 7}}
+    for name, how in ways.items():
+        deltas = list(engine.generate(PROMPTS, stream=True, **HOW, **how))
+        steps = len(deltas) - len(PROMPTS)
+        tokens = sum(len(d.token_ids) for d in deltas) - len(PROMPTS)
+        assert rows[name][0] == f"{tokens / steps:.3f}"
+    assert rows["plain"][:3] == ["1.000", "", "1.0"] and rows["tree of 7 (8 nodes)"][2] == "8.0"
+    assert "tokens emitted a verify step, bonus included" in out and "float32" in out and "torch" in out
+    assert "2 prompts" in out
+
+
+def test_pooled_statistics(small):
+    """Over all steps, not over requests: by depth the share of steps that went so deep."""
+    loaded, _ = small
+    engine = Engine(load_config(["cache.max_len=128"]), loaded)
+    results = engine.generate(PROMPTS, [{"max_tokens": 40}, {"max_tokens": 5}], temperature=0, ignore_eos=True)
+    p, stats = pool(results), [r.stats for r in results]
+    steps = sum(s.steps for s in stats)
+    assert p["acceptance"] == pytest.approx((39 + 4) / steps)
+    assert sum(p["by_depth"]) == pytest.approx(p["acceptance"] - 1)
+    assert p["nodes"] == pytest.approx((sum(s.drafted for s in stats) + steps) / steps)
+
+
+def test_cpu(small, capsys):
+    """Hugging Face, plain and tree in one run, the same ids from all."""
+    _, overrides = small
+    assert main(["bench", "cpu", *overrides, "budgets=[7]"]) == 0
+    rows = cells(capsys.readouterr().out)
+    assert list(rows)[2:] == ["Hugging Face", "plain", "tree of 7"]
+    assert rows["Hugging Face"][2] == rows["plain"][3] == "1.00x"
+
+
+def test_ways_that_differ_are_an_error():
+    with pytest.raises(RuntimeError, match="prompt 0: c gave other ids than a"):
+        compare({"a": lambda ids: ids, "b": lambda ids: [*ids], "c": lambda ids: ids[1:]}, [[1, 2]])
+    assert compare({"a": lambda ids: ids}, [[1]])["a"] >= 0
+
+
+def test_demo(capsys):
+    assert main(["bench", "demo", "sampling.max_tokens=12"]) == 0
+    out, _ = capsys.readouterr()
+    plain, tree = (part.split("\n[")[0].split("\n", 1)[1] for part in out.split("--- ")[1:])
+    assert plain == tree and "tree over plain: " in out
+
+
+def test_without_transformers(small, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match="transformers is not installed: pip install"):
+        huggingface(small[0])
+
+
+def test_table():
+    assert table([["", "a"], ["row", "12"]]) == "|     |  a |\n|----:|---:|\n| row | 12 |"

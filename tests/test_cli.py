@@ -1,0 +1,290 @@
+"""The command line: results on stdout, all else on stderr, exit codes, and no traceback for a user's mistake."""
+
+import json
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import kimi_fx
+from kimi_fx.cli import main
+from kimi_fx.graphs import step
+from oracles.toys import random_pair
+
+TEXT = "def add(a, b):"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> list[str]:
+    """Overrides for a random pair of 64 ids that loads at once and has no tokenizer."""
+    folder = tmp_path_factory.mktemp("small")
+    random_pair(folder, V=64, layers=2, block=4)
+    settings = ["step=tree", "cache.max_len=128", "sampling.temperature=0", "sampling.max_tokens=9"]
+    return [f"target={folder / 'target'}", f"drafter={folder / 'drafter'}", *settings]
+
+
+@pytest.fixture
+def call(capsys):
+    """Run a command; exit code, stdout and stderr."""
+
+    def run(*argv) -> tuple[int, str, str]:
+        code = main([str(arg) for arg in argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def refused(call):
+    """Run a command that must end with exit code 2; what it says."""
+
+    def run(*argv) -> str:
+        code, out, err = call(*argv)
+        assert (code, out) == (2, "") and "Traceback" not in err
+        return err[err.index("kimi-fx: ") :]
+
+    return run
+
+
+# ---- generate
+
+
+def test_text_of_one_prompt(call, make_engine):
+    code, out, err = call("generate", f"prompt={TEXT}", "sampling.max_tokens=12", "sampling.temperature=0")
+    expected = make_engine().generate(TEXT, max_tokens=12, temperature=0).outputs[0].text
+    assert (code, out) == (0, expected + "\n")
+    assert "[length: 12 tokens, " in err and "tree of 15, acceptance length" in err
+    assert "temperature 0 (as set), top_p 1 (default)" in err and "stop ids 3841, 3842" in err
+
+
+def test_api_in_one_call(make_engine):
+    how = {"max_tokens": 12, "temperature": 0}
+    expected = make_engine().generate(TEXT, **how).outputs[0]
+    assert kimi_fx.generate(TEXT, **how).outputs[0].token_ids == expected.token_ids
+    overrides = ["sampling.max_tokens=12", "step=chain"]
+    *_, last = kimi_fx.generate(TEXT, overrides=overrides, temperature=0, stream=True)
+    assert last.stats.mode == "chain" and last.usage.completion_tokens == 12
+    with pytest.raises(AttributeError, match="no attribute 'Enginee'; it offers .*Engine"):
+        kimi_fx.Enginee  # noqa: B018
+
+
+def test_json_of_ids(call, small):
+    code, out, err = call("generate", "ids=[3,1,4]", "output=json", "sampling.n=2", *small)
+    (line,) = out.splitlines()
+    result = json.loads(line)
+    assert code == 0 and "Traceback" not in err
+    assert result["prompt_token_ids"] == [3, 1, 4]
+    assert result["usage"] == {"prompt_tokens": 3, "completion_tokens": 18, "total_tokens": 21}
+    assert [len(output["token_ids"]) for output in result["outputs"]] == [9, 9]
+    assert result["stats"]["mode"] == "tree" and result["outputs"][1]["finish_reason"] == "length"
+
+
+def test_prompts_of_a_file(call, small, tmp_path):
+    """Every line its own sampling fields; results in the file's order, as if each were alone."""
+    lines = [{"ids": [1, 2], "max_tokens": 3}, {"ids": [3], "temperature": 1.0, "seed": 4, "n": 2}, {"ids": [5, 6]}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    _, out, _ = call("generate", f"prompts={file}", "output=json", *small)
+    together = [json.loads(line) for line in out.splitlines()]
+    assert [len(result["outputs"]) for result in together] == [1, 2, 1]
+    assert [len(result["outputs"][0]["token_ids"]) for result in together] == [3, 9, 9]
+    for line, result in zip(lines, together, strict=True):
+        file.write_text(json.dumps(line))
+        _, out, _ = call("generate", f"prompts={file}", "output=json", *small)
+        alone = json.loads(out)
+        assert [o["token_ids"] for o in alone["outputs"]] == [o["token_ids"] for o in result["outputs"]]
+    save_file({"prompts": torch.tensor([[1, 2], [5, 6]], dtype=torch.int32)}, tmp_path / "prompts.safetensors")
+    _, out, _ = call("generate", f"prompts={tmp_path}/prompts.safetensors", "output=json", *small)
+    matrix = [json.loads(line)["outputs"][0]["token_ids"] for line in out.splitlines()]
+    assert (
+        matrix[0][:3] == together[0]["outputs"][0]["token_ids"] and matrix[1] == together[2]["outputs"][0]["token_ids"]
+    )
+
+
+def test_several_texts(call, tmp_path):
+    """Each under a heading, as it is alone."""
+    settings = ["sampling.max_tokens=3", "sampling.temperature=0", "step=plain"]
+    chat = json.dumps([{"role": "user", "content": "hello"}])
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{json.dumps(TEXT)}\n{{"messages": {chat}}}\n{{"prompt": "{TEXT}", "max_tokens": 0}}')
+    code, out, err = call("generate", f"prompts={file}", *settings)
+    assert code == 0 and err.count("tokens/s, plain]") == 3
+    alone = [call("generate", prompt, *settings)[1] for prompt in (f"prompt={TEXT}", f"messages={chat}")]
+    texts = {f"--- prompt {i}, sample 0\n{text}" for i, text in enumerate([*alone, "\n"])}
+    assert all(text in out for text in texts) and len(out) == sum(map(len, texts))
+
+
+@pytest.fixture
+def process():
+    """`python -m kimi_fx` at work on a long text, its first character read."""
+    long = ["generate", f"prompt={TEXT}", "drafter=none", "sampling.max_tokens=4000", "sampling.ignore_eos=true"]
+    command = [sys.executable, "-m", "kimi_fx", *long, "run.threads=1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
+    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # even if the tests run in the background
+    with subprocess.Popen(command, preexec_fn=interruptible, **pipes) as process:
+        assert len(process.stdout.read(1)) == 1
+        yield process
+        process.kill()
+
+
+def test_interrupt(process):
+    """Ctrl-C once: 130, a word on stderr, no traceback."""
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    err = process.stderr.read()
+    assert err.endswith(b"kimi-fx: interrupted\n") and b"Traceback" not in err
+
+
+def test_a_reader_that_leaves(process):
+    process.stdout.close()
+    assert process.wait(60) == 1
+    assert b"Traceback" not in process.stderr.read()
+
+
+def test_import_is_quick_and_without_torch():
+    code = (
+        "import sys, time; begun = time.perf_counter(); import kimi_fx; kimi_fx.SamplingParams(n=2);"
+        "print(time.perf_counter() - begun, 'torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert float(out[0]) < 2 and out[1] == "False"
+
+
+# ---- the other commands
+
+
+def test_validate(call, small, tmp_path, monkeypatch):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"ids": [1, 2, 3]}\n{"ids": [7], "max_tokens": 20}')
+    code, out, err = call("validate", f"prompts={file}", *small)
+    assert code == 0 and "4 of 4 comparisons good" in err
+    lines = [line.split() for line in out.splitlines()]
+    assert [line[:4] for line in lines] == [["prompt", str(i), m, "equal,"] for i in "01" for m in ("chain", "tree")]
+
+    sound = step.verify
+
+    def one_off(params, pool, state, model, tokens, positions, valid, ancestors):
+        wrong = positions + (ancestors is not None and positions.shape[1] > 1)  # of a drafted tree only
+        return sound(params, pool, state, model, tokens, wrong, valid, ancestors)
+
+    monkeypatch.setattr(step, "verify", one_off)
+    code, out, err = call("validate", f"prompts={file}", *small)
+    assert code == 1 and "DIFFERENT after" in out and "4 of 4" not in err
+
+
+def test_validate_without_a_drafter(call, small):
+    target, *_ = small
+    code, out, err = call("validate", "ids=[1]", target, "sampling.max_tokens=2")
+    assert (code, out) == (2, "") and "validate needs a drafter" in err
+
+
+def test_inspect(call, refused, tmp_path):
+    code, out, _ = call("inspect")
+    assert code == 0 and "1,525 tensors, 22,579,584 bytes" in out and "stop ids: 3841, 3842" in out
+    assert f"{tmp_path}/absent: no such folder" in refused("inspect", f"target={tmp_path}/absent")
+
+
+def test_config(call):
+    code, out, _ = call("config", "step.budget=63", "target=kimi_nano")
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert code == 0 and "63" in lines["step.budget"] and "command line" in lines["step.budget"]
+    assert "conf/target/kimi_nano.yaml" in lines["target.path"] and "default" in lines["run.batch"]
+
+
+def test_usage(call):
+    assert call("--help")[0] == 0 and call("--help")[1].startswith("usage: kimi-fx")
+    assert call("generate", "--help")[1] == call("help")[1] != ""
+    assert call()[0] == 2
+
+
+# ---- mistakes
+
+
+MISTAKES = {
+    "no such command": (["genrate"], "no command 'genrate': did you mean generate?"),
+    "no such key": (["config", "step.bugdet=7"], "step.bugdet=7: no such key; did you mean step.budget?"),
+    "wrong type": (["config", "run.batch=many"], "run.batch=many: wanted int"),
+    "no prompt": (["generate"], "Give one of prompt=, prompts=, ids= or messages=; found none"),
+    "two prompts": (["generate", "prompt=a", "ids=[1]"], "found prompt, ids"),
+    "no file": (["generate", "prompts=/absent.jsonl"], "prompts=/absent.jsonl: there is no such file"),
+    "no target": (["generate", "ids=[1]", "target=kimi_k2_6"], "target.path is not set"),
+    "no folder": (["generate", "ids=[1]", "target=/absent"], "/absent"),
+    "no device": (["generate", "ids=[1]", "device=cuda:99"], "device='cuda:99' was asked for, but"),
+    "no drafter": (["generate", "ids=[1]", "drafter=none", "step=tree"], "mode=tree needs a drafter"),
+    "no id": (["generate", "ids=[5000]"], "5000, which is no token id: ids are 0 to 4095"),
+    "no messages": (["generate", "messages={"], "messages are not valid JSON"),
+    "no bench": (["bench", "acceptence"], "did you mean acceptance?"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_sentences(refused, mistake):
+    argv, message = MISTAKES[mistake]
+    assert message in refused(*argv)
+
+
+@pytest.mark.parametrize("setting", ["step.block=9", "cache.max_len=513", "step.mode=chain step.budget=4"])
+def test_settings_are_checked_before_loading(call, small, setting):
+    code, _, err = call("generate", "ids=[1]", *small, *setting.split())
+    assert code == 2 and "loaded" not in err
+
+
+def test_all_mistakes_at_once(refused):
+    err = refused("generate", "prompt=a", "sampling.top_p=2", "stepp=tree", "step.mode=forest")
+    assert all(word in err for word in ("sampling.top_p=2", "stepp=tree", "step.mode=forest"))
+
+
+LINES = {
+    "{": "is not JSON",
+    "[1]": "a line is an object with one of prompt, ids or messages",
+    '{"ids": [1], "prompt": "a"}': "an object with one of prompt, ids or messages",
+    '{"prompt": 5}': "prompt is 5, wanted a text",
+    '{"ids": [1], "temprature": 1}': "temprature: no such sampling parameter; did you mean temperature",
+    '{"messages": [5]}': "messages[0] must be an object",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_bad_lines_of_a_file(refused, small, tmp_path, line):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"ids": [1]}\n' + line)
+    err = refused("generate", f"prompts={file}", *small)
+    assert LINES[line] in err
+
+
+def test_bad_files(refused, small, tmp_path):
+    empty, matrix = tmp_path / "empty.jsonl", tmp_path / "other.safetensors"
+    empty.write_text("\n")
+    assert "holds no prompt" in refused("generate", f"prompts={empty}", *small)
+    save_file({"ids": torch.zeros(1, 1)}, matrix)
+    assert "no tensor `prompts`; it holds ids" in refused("generate", f"prompts={matrix}", *small)
+    matrix.write_bytes(b"<html>")
+    assert "is not a safetensors file" in refused("generate", f"prompts={matrix}", *small)
+
+
+def test_a_pool_that_does_not_fit(call, small):
+    code, out, err = call("generate", "ids=[1]", *small, "cache.tokens=1000000000000")
+    assert (code, out) == (1, "") and "lower cache.tokens, cache.max_len or run.batch" in err
+    assert "Traceback" not in err
+
+
+def test_failure_while_running(call, small, monkeypatch):
+    def draw(*args):
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(step, "walk", draw)
+    code, out, err = call("generate", "ids=[1]", *small)
+    assert code == 1 and err.endswith("kimi-fx: RuntimeError: device lost\n")
+
+
+def test_readme_and_usage_name_every_command():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    from kimi_fx.cli import COMMANDS, USAGE
+
+    for command in COMMANDS:
+        assert f"\n  {command} " in USAGE and f"kimi-fx {command}" in readme
