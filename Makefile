@@ -14,6 +14,9 @@ lint: .venv/.ready
 	.venv/bin/ruff check
 	.venv/bin/mypy
 
+kernels: .venv/.run
+	.venv/bin/kimi-fx build
+
 clean:
 	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find kimi_fx tests -name __pycache__ -prune -exec rm -rf {} +
@@ -34,4 +37,4 @@ clean:
 	$(PIP) --no-build-isolation -e .
 	@touch $@
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint kernels clean

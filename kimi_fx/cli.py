@@ -18,7 +18,8 @@ USAGE = """usage: kimi-fx <command> [key=value …]
   validate   the same prompts: speculation against plain decoding, reference against kernels
   inspect    target=FOLDER drafter=FOLDER   check a checkpoint without loading it
   config     print every key with its value, type and origin
-  bench      demo | acceptance | cpu   [prompts=FILE] [budgets=[7,15]]
+  bench      demo | acceptance | cpu | mla   [prompts=FILE] [budgets=[7,15]]
+  build      [arch=sm_80,sm_90a,sm_120]   compile the CUDA kernels
 
 Keys are those `kimi-fx config` prints: groups are chosen by name or path (target=kimi_nano, step=chain), single
 keys by dots (sampling.temperature=0, step.budget=15).
@@ -144,10 +145,17 @@ def bench(overrides: Sequence[str]) -> int:
     return run(overrides)
 
 
+def build(overrides: Sequence[str]) -> int:
+    from .runtime.build import command
+
+    return command(overrides)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "generate": generate,
     "validate": validate,
     "inspect": inspect,
     "config": config,
     "bench": bench,
+    "build": build,
 }

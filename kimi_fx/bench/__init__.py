@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 
 from ..rules import nearest
-from . import acceptance, cpu, demo
+from . import acceptance, cpu, demo, mla
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": demo.run,
     "acceptance": acceptance.run,
     "cpu": cpu.run,
+    "mla": mla.run,
 }
 
 

@@ -3,7 +3,10 @@
 Scores are q . row over L + R columns, values are the row's first L. Every node sees the whole prefix, and of the
 tree's rows those under its ancestor bits; without bits the rows are causal among themselves (a prefill chunk).
 Rows that are not committed live in `rows` only. fp32 softmax. Absorbed MLA: arXiv:2405.04434, section 2.1.
+On CUDA in bf16 with 512 + 64 columns the kernels of csrc/mla do it, once `runtime/build.py` has loaded them.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +19,15 @@ def schedule_reference(
     nodes: int,
     heads: int,
 ) -> Tensor:  # i32
-    """The work list every layer of a pass shares. The reference splits nothing: [B] pages of each prefix."""
-    return (length + PAGE - 1) // PAGE
+    """The work list every layer of a pass shares, see csrc/mla/schedule.h. The reference needs none: zeros."""
+    return length.new_zeros(schedule_size(length.shape[0], nodes, heads))
+
+
+def schedule_size(requests: int, nodes: int, heads: int) -> int:
+    """A record of 4 for each of 256 blocks at most, 2 for each row tile."""
+    rows = nodes * heads
+    tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    return 4 * 256 + 2 * requests * ((rows + tile - 1) // tile)
 
 
 def verify_reference(
@@ -35,8 +45,8 @@ def verify_reference(
     hidden = ~visible(ancestors, N) if ancestors is not None else q.new_ones(1, N, N, dtype=torch.bool).triu(1)
     hidden = hidden.unsqueeze(2).expand(q.shape[0], N, 1, N)
     out = q.new_empty(*q.shape[:3], latent)
-    for b, (tokens, pages) in enumerate(zip(length.tolist(), schedule.tolist(), strict=True)):
-        prefix = (pool[page] for page in page_table[b, :pages].tolist())
+    for b, tokens in enumerate(length.tolist()):
+        prefix = (pool[page] for page in page_table[b, : (tokens + PAGE - 1) // PAGE].tolist())
         keys = torch.cat((rows[b], *prefix))[: N + tokens]  # the last page's tail is cut off
         scores = (q[b] @ keys.T).float() * scale  # [N, H, N + tokens]
         scores[..., :N].masked_fill_(hidden[b], -torch.inf)
@@ -59,7 +69,7 @@ mla_tree_verify = torch.library.custom_op("kimi_fx::mla_tree_verify", verify_ref
 
 @mla_schedule.register_fake
 def _(length: Tensor, nodes: int, heads: int) -> Tensor:
-    return torch.empty_like(length)
+    return length.new_empty(schedule_size(length.shape[0], nodes, heads))
 
 
 @mla_tree_verify.register_fake
@@ -75,3 +85,34 @@ def _(
     scale: float,
 ) -> Tensor:
     return q.new_empty(*q.shape[:3], latent)
+
+
+def kernels() -> Any:
+    """The library's operators, or None before it is loaded."""
+    loaded = torch.ops.kimi_fx_cuda
+    return loaded if hasattr(loaded, "mla_tree_verify") else None
+
+
+@mla_schedule.register_kernel("cuda")
+def _(length: Tensor, nodes: int, heads: int) -> Tensor:
+    loaded = kernels()
+    return loaded.mla_schedule(length, nodes, heads) if loaded else schedule_reference(length, nodes, heads)
+
+
+@mla_tree_verify.register_kernel("cuda")
+def _(
+    q: Tensor,
+    pool: Tensor,
+    page_table: Tensor,
+    length: Tensor,
+    rows: Tensor,
+    ancestors: Tensor | None,
+    schedule: Tensor,
+    latent: int,
+    scale: float,
+) -> Tensor:
+    loaded = kernels()
+    if loaded is None or q.dtype != torch.bfloat16 or (latent, q.shape[3]) != (512, 576):
+        return verify_reference(q, pool, page_table, length, rows, ancestors, schedule, latent, scale)
+    whole = (x if x is None else x.contiguous() for x in (q, pool, page_table, length, rows, ancestors))
+    return loaded.mla_tree_verify(*whole, schedule, scale)

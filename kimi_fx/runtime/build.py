@@ -1,0 +1,152 @@
+"""Compiles csrc/ with nvcc into one library and loads it.
+
+The library lies in the user's cache under a hash of sources, flags, compiler and torch, so it is built once: at first
+use on a CUDA device, or ahead by `kimi-fx build`. It is linked against the LibTorch stable ABI and only loads where
+torch has CUDA. Nothing here is needed on a CPU.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ..config import environment
+
+LIBRARY = "kimi_fx_cuda"  # also the namespace of its operators
+ARCHS = ("sm_80", "sm_90a", "sm_120")
+FLAGS = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL")
+
+
+def load_kernels(device: torch.device) -> None:
+    """Make the library's operators known to torch, building it first where the cache has none for this machine.
+
+    Raises ValueError for a device or compiler that cannot do it, RuntimeError where compiling or loading fails.
+    """
+    if hasattr(getattr(torch.ops, LIBRARY), "mla_tree_verify"):
+        return
+    library = build([own_arch(device)])
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise RuntimeError(f"{library} could not be loaded: {error.__cause__ or error}") from error
+
+
+def build(archs: Sequence[str]) -> Path:
+    """The library for these architectures, compiled unless the cache has it."""
+    nvcc = find_nvcc()
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    check_driver(version)
+    found = (source for folder in (".", "common", "mla") for source in (source_folder() / folder).iterdir())
+    sources = sorted(source for source in found if source.suffix in (".cu", ".cpp", ".h"))
+    flags = [*FLAGS, *(f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}" for arch in archs)]
+    key = hashlib.sha256("\n".join([version, torch.__version__, *flags]).encode())
+    for source in sources:
+        key.update(source.name.encode() + b"\0" + source.read_bytes())
+    folder = cache_folder()
+    library = folder / f"{LIBRARY}-{key.hexdigest()[:16]}.so"
+    with locked(folder / f"{library.stem}.lock"):
+        if not library.exists():
+            print(f"compiling the CUDA kernels for {', '.join(archs)}", file=sys.stderr, flush=True)
+            compile_library(nvcc, [s for s in sources if s.suffix != ".h"], flags, library)
+    return library
+
+
+def compile_library(nvcc: str, sources: list[Path], flags: list[str], library: Path) -> None:
+    """Each source to an object, all at once, and the objects to `library`, which appears whole or not at all."""
+    root = Path(torch.__file__).parent
+
+    def compile_one(source: Path) -> str:
+        target = Path(work) / f"{source.stem}.o"
+        run([nvcc, *flags, f"-I{root / 'include'}", f"-I{source_folder()}", "-c", str(source), "-o", str(target)])
+        return str(target)
+
+    with tempfile.TemporaryDirectory(dir=library.parent) as work, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sources))
+        link = ["-shared", f"-L{root / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch"]
+        made = Path(work) / library.name
+        run([nvcc, *objects, *link, "-o", str(made)])
+        os.replace(made, library)
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"nvcc failed: {' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+def own_arch(device: torch.device) -> str:
+    """The device's architecture as nvcc names it. Raises ValueError for one the kernels do not support."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"{name} has compute capability {major}.{minor}, the kernels need 8.0: use ops=reference.")
+    return f"sm_{major}{minor}{'a' if major == 9 else ''}"
+
+
+def find_nvcc() -> str:
+    """nvcc on PATH, under CUDA_HOME or in /usr/local/cuda. Raises ValueError where there is none."""
+    home = Path(environment("CUDA_HOME") or "/usr/local/cuda") / "bin"
+    found = shutil.which("nvcc") or shutil.which("nvcc", path=str(home))
+    if found is None:
+        raise ValueError(
+            f"nvcc was found neither on PATH nor in {home}: install the CUDA toolkit {torch.version.cuda or ''} or "
+            "set CUDA_HOME to compile the kernels, or use ops=reference."
+        )
+    return found
+
+
+def check_driver(version: str) -> None:
+    """Raises ValueError where the driver is of an older CUDA generation than nvcc."""
+    number = ctypes.c_int(0)
+    if torch.cuda.is_available():
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    driver, release = number.value, re.search(r"release (\d+)\.(\d+)", version)
+    if driver and release and driver // 1000 < int(release[1]):
+        raise ValueError(
+            f"the driver runs CUDA {driver // 1000}.{driver % 1000 // 10} and nvcc is {release[1]}.{release[2]}: "
+            "update the driver or put an older nvcc first on PATH."
+        )
+
+
+def source_folder() -> Path:
+    """csrc inside an installed package, else beside it in the repository."""
+    package = Path(__file__).parent.parent
+    return next(f for f in (package / "csrc", package.parent / "csrc") if f.is_dir())
+
+
+def cache_folder() -> Path:
+    own, shared = environment("KIMI_FX_CACHE"), environment("XDG_CACHE_HOME")
+    folder = Path(own) if own else Path(shared or "~/.cache").expanduser() / "kimi_fx"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; the others wait and then find what it made."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def command(overrides: Sequence[str]) -> int:
+    """`kimi-fx build [arch=sm_80,sm_90a,sm_120]`: without `arch`, this machine's own. Prints the library's path."""
+    words = [word.removeprefix("arch=").strip("[]") for word in overrides]
+    archs = [arch for word in words for arch in word.split(",")]
+    if not set(archs) <= set(ARCHS):
+        raise ValueError(f"build takes arch= with some of {', '.join(ARCHS)}, found {' '.join(overrides)}.")
+    if not archs and not torch.cuda.is_available():
+        raise ValueError(f"no CUDA device is visible to build for: name one or more with arch={','.join(ARCHS)}.")
+    print(build(archs or [own_arch(torch.device("cuda"))]))
+    return 0
