@@ -21,8 +21,8 @@ from .graphs.state import Emitted, Shape, empty_pool, empty_state, slots
 from .graphs.step import ddtree_step, prefill_step
 from .ops import REFERENCE
 from .prompts import Prompts, to_ids
-from .request import Plan, Request
-from .results import Completion, Delta, Result, TokenLogprob, Usage
+from .request import Plan, Request, results_of
+from .results import Delta, TokenLogprob
 from .runtime.load import Loaded, load, prepare
 from .runtime.pages import Pages, pages_for
 from .runtime.slots import move, seat
@@ -151,7 +151,7 @@ class Engine:
         deltas = self._collect(requests)
         if stream:
             return deltas
-        results = self._results(requests, list(deltas))
+        results = results_of(requests, list(deltas))
         return results[0] if single else results
 
     def check(self, prompts: Prompts, sampling_params: Any = None) -> None:
@@ -313,31 +313,3 @@ class Engine:
             for r in requests:
                 self.inbox.pop(r.id, None)
                 self.cancel(r.id)
-
-    def _results(self, requests: list[Request], deltas: list[Delta]) -> list[Result]:
-        outputs: dict[int, list[Completion]] = {}
-        for request in requests:
-            own = [d for d in deltas if d.request == request.id]
-            outputs.setdefault(request.place, []).append(completion(request, own))
-        prompts = {r.place: r.prompt for r in requests}
-        return [
-            Result(prompts[place], tuple(done), Usage(len(prompts[place]), sum(len(c.token_ids) for c in done)))
-            for place, done in outputs.items()
-        ]
-
-
-def completion(request: Request, deltas: list[Delta]) -> Completion:
-    """One sample's deltas joined."""
-    logprobs = tuple(lp for d in deltas for lp in d.logprobs) if request.params.logprobs is not None else None
-    last = deltas[-1]
-    assert last.finish_reason is not None and last.stats is not None
-    return Completion(
-        index=request.sample,
-        text="".join(d.text for d in deltas),
-        token_ids=tuple(t for d in deltas for t in d.token_ids),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        logprobs=logprobs,
-        cumulative_logprob=sum(lp.logprob for lp in logprobs) if logprobs is not None else None,
-        stats=last.stats,
-    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from .config import Mode, SamplingParams
 from .ops.sample_and_walk import LENGTH, NON_FINITE, RUNS, STOP
-from .results import Delta, FinishReason, Stats, TokenLogprob, Usage
+from .results import Completion, Delta, FinishReason, Result, Stats, TokenLogprob, Usage
 from .text import TextStream
 
 FINISH: dict[int, FinishReason | None] = {RUNS: None, STOP: "stop", LENGTH: "length", NON_FINITE: "error"}
@@ -129,3 +129,33 @@ class Request:
             eager_steps=steps,
             backend=self.backend,
         )
+
+
+def results_of(requests: Sequence[Request], deltas: Sequence[Delta]) -> list[Result]:
+    """The requests' deltas joined, one result a prompt, samples in order."""
+    outputs: dict[int, list[Completion]] = {}
+    for request in requests:
+        own = [d for d in deltas if d.request == request.id]
+        outputs.setdefault(request.place, []).append(completion(request, own))
+    prompts = {r.place: r.prompt for r in requests}
+    return [
+        Result(prompts[place], tuple(done), Usage(len(prompts[place]), sum(len(c.token_ids) for c in done)))
+        for place, done in outputs.items()
+    ]
+
+
+def completion(request: Request, deltas: list[Delta]) -> Completion:
+    """One sample's deltas joined."""
+    logprobs = tuple(lp for d in deltas for lp in d.logprobs) if request.params.logprobs is not None else None
+    last = deltas[-1]
+    assert last.finish_reason is not None and last.stats is not None
+    return Completion(
+        index=request.sample,
+        text="".join(d.text for d in deltas),
+        token_ids=tuple(t for d in deltas for t in d.token_ids),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=logprobs,
+        cumulative_logprob=sum(lp.logprob for lp in logprobs) if logprobs is not None else None,
+        stats=last.stats,
+    )
