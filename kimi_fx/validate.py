@@ -8,6 +8,7 @@ In fp32 any difference is a fault. Compares greedy text, whatever sampling.tempe
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,7 +18,6 @@ from .engine import Engine
 from .inputs import read_prompts
 from .ops import REFERENCE
 from .results import Completion, Result
-from .runtime.load import load
 
 TOLERANCE = 4.0  # in RMS differences
 
@@ -54,9 +54,9 @@ def validate(overrides: Sequence[str]) -> int:
     config = load_config(overrides)
     read = read_prompts(config)
     prompts, fields = [p for p, _ in read], [f for _, f in read]
-    loaded = load(config)
-    engine = Engine(config, loaded)
     params = [field | {"temperature": 0, "logprobs": 2, "n": 1} for field in fields]
+    engine = Engine.open(config, check=lambda engine: comparable(engine, prompts, params))
+    loaded = engine.loaded
     modes: list[Mode] = ["plain", "chain", "tree"] if loaded.params.drafter else ["plain"]
     budgets = {config.step.mode: config.step.budget}
     runs: dict[str, list[Result]] = {
@@ -65,8 +65,6 @@ def validate(overrides: Sequence[str]) -> int:
     if loaded.model.ops is not REFERENCE:
         plain = Engine(config, replace(loaded, model=replace(loaded.model, ops=REFERENCE)))
         runs["reference"] = plain.generate(prompts, params, mode="plain")
-    if len(runs) < 2:
-        raise ValueError("There is nothing to compare plain decoding with: validate needs a drafter, or a CUDA device.")
     exact = loaded.dtype == torch.float32
     verdicts = [v for what in list(runs)[1:] for v in judge(what, runs["plain"], runs[what], exact)]
     for verdict in sorted(verdicts, key=lambda v: v.prompt):
@@ -74,6 +72,13 @@ def validate(overrides: Sequence[str]) -> int:
     bad = sum(not v.good for v in verdicts)
     print(f"{len(verdicts) - bad} of {len(verdicts)} comparisons good", file=sys.stderr)
     return int(bad > 0)
+
+
+def comparable(engine: Engine, prompts: list[Any], params: list[dict[str, Any]]) -> None:
+    """Raises ValueError where there is nothing to compare, or a prompt that cannot run."""
+    if engine.model.drafter is None and engine.model.ops is REFERENCE:
+        raise ValueError("There is nothing to compare plain decoding with: validate needs a drafter, or a CUDA device.")
+    engine.check(prompts, params)
 
 
 def judge(what: str, plain: Sequence[Result], other: Sequence[Result], exact: bool) -> list[Verdict]:

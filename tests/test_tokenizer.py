@@ -1,4 +1,7 @@
-"""The tokenizer against an independent splitter and merger, bad files; the chat format id by id."""
+"""The tokenizer against an independent splitter and merger, bad files; the chat format id by id.
+
+Long because the chat format, which needs the same tokenizers, is tested here too.
+"""
 
 import base64
 import json

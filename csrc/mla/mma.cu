@@ -3,7 +3,7 @@
 // KV rows come in T at a time, into a ring of padded rows that serve both products: by warps of their own, or where
 // registers leave no room for them (M > 16) by the 8 math warps. The scores' 576 columns are split over 4 warps,
 // each with its part of q in registers; the parts meet in shared memory, where each warp does the softmax of M / 8
-// rows. For the values the warps share the 512 columns.
+// rows. For the values the warps share the 512 columns. One file holds the three tile sizes, hence its length.
 
 #include <algorithm>
 

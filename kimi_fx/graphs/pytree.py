@@ -9,8 +9,6 @@ T = TypeVar("T")
 
 tree_map = _pytree.tree_map
 tree_leaves = _pytree.tree_leaves
-tree_map_with_path = _pytree.tree_map_with_path
-keystr = _pytree.keystr
 
 
 @dataclass_transform(frozen_default=True)

@@ -1,4 +1,7 @@
-"""Draws against exact distributions, filters against fp64, Philox against big integers, walks by example."""
+"""Draws against exact distributions, filters against fp64, Philox against big integers, walks by example.
+
+Long because one operator holds penalties, filters, draw, walk and report, each with its own oracle.
+"""
 
 import itertools
 import math
