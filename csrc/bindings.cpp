@@ -85,7 +85,7 @@ Tensor mla_tree_verify(const Tensor& q, const Tensor& pool, const Tensor& page_t
     Device device = device_of(q);
     int M = mla::row_tile(N, H);
     Tensor out = torch::stable::new_empty(q, {B, N, H, mla::kLatent});
-    Tensor partial_o = torch::stable::new_empty(q, {2 * device.blocks, M, mla::kLatent}, ScalarType::Float);
+    Tensor partial_o = torch::stable::new_empty(q, {2 * device.blocks, M, mla::kLatent}, ScalarType::Half);
     Tensor partial_lse = torch::stable::new_empty(q, {2 * device.blocks, M}, ScalarType::Float);
     mla::Params params{
         .q = data<__nv_bfloat16>(q),
@@ -95,7 +95,7 @@ Tensor mla_tree_verify(const Tensor& q, const Tensor& pool, const Tensor& page_t
         .rows = data<__nv_bfloat16>(rows),
         .ancestors = ancestors ? data<uint64_t>(*ancestors) : nullptr,
         .schedule = data<int32_t>(schedule),
-        .partial_o = static_cast<float*>(partial_o.mutable_data_ptr()),
+        .partial_o = static_cast<__half*>(partial_o.mutable_data_ptr()),
         .partial_lse = static_cast<float*>(partial_lse.mutable_data_ptr()),
         .out = static_cast<__nv_bfloat16*>(out.mutable_data_ptr()),
         .table_width = static_cast<int32_t>(page_table.size(1)),

@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self, config: Config, loaded: Loaded) -> None:
         self.config, self.loaded, self.model = config, loaded, loaded.model
-        self.backend = f"{loaded.device.type} {'reference' if loaded.model.ops is REFERENCE else 'dispatcher'}"
+        self.backend = f"{loaded.device.type} {'reference' if loaded.model.ops is REFERENCE else 'kernels'}"
         self.max_len = longest(config, self.model)
         self.plan = plan(config, self.model, config.step.mode, config.step.budget)
         batch, table = config.run.batch, pages_for(self.max_len)

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "../common/store.h"
 #include "launch.h"
 #include "overlap.h"
 #include "schedule.h"
@@ -421,20 +422,22 @@ __global__ void __launch_bounds__(Tile<M, T>::kThreads, 1) mma_kernel(Params p, 
         for (int m = 0; m < S::kRowBlocks; ++m) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                int row = first_row + m * 16 + half * 8 + lane / 4, column = column_warp * S::kColumns + lane % 4 * 2;
-                if (piece.row + row >= height) continue;
+                int row = first_row + m * 16 + half * 8 + lane / 4, column = column_warp * S::kColumns;
+                bool real = piece.row + row < height;
                 float scale = decay[row];
-                float* partial = p.partial_o + (int64_t(piece.slot) * M + row) * kLatent + column;
+                __half* partial = p.partial_o + (int64_t(piece.slot) * M + row) * kLatent + column;
                 __nv_bfloat16* out =
                     p.out + (int64_t(piece.request) * height + piece.row + row) * kLatent + column;
 #pragma unroll
-                for (int n = 0; n < S::kColumns / 8; ++n) {
-                    float x = o[m][n][half * 2] * scale, y = o[m][n][half * 2 + 1] * scale;
-                    if (piece.slot < 0) {
-                        *reinterpret_cast<__nv_bfloat162*>(out + n * 8) = __floats2bfloat162_rn(x, y);
-                    } else {
-                        *reinterpret_cast<float2*>(partial + n * 8) = make_float2(x, y);
+                for (int n = 0; n < S::kColumns / 8; n += 4) {
+                    uint32_t pairs[4];
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        float x = o[m][n + k][half * 2] * scale, y = o[m][n + k][half * 2 + 1] * scale;
+                        pairs[k] = piece.slot < 0 ? pack_bf16(x, y) : pack_fp16(x, y);
                     }
+                    void* to = piece.slot < 0 ? static_cast<void*>(out + n * 8) : partial + n * 8;
+                    store_blocks(to, pairs, lane, real);
                 }
             }
         }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -26,7 +27,7 @@ struct Params {
     const __nv_bfloat16* rows;  // [B, N, 576]
     const uint64_t* ancestors;  // [B, N, 2], self included; null: causal among the N
     const int32_t* schedule;    // schedule.h
-    float* partial_o;           // [2 * blocks, M, 512] normalised
+    __half* partial_o;          // [2 * blocks, M, 512] normalised, saturated
     float* partial_lse;         // [2 * blocks, M] base 2; -inf: nothing seen
     __nv_bfloat16* out;         // [B, N, H, 512]
     int32_t table_width;

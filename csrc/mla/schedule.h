@@ -1,11 +1,15 @@
 // The work list of tree-verify attention: made on the device once a round, walked by every layer's kernel.
 //
-// All pairs stand in a line, request-major; each takes kPairCost units, then one unit a KV tile. Block b owns `run`
-// consecutive units, so it may end one pair, do some whole and begin another. A pair that lies in one block is
-// written to `out`. Of a pair cut over blocks b0..b1 each block leaves a partial: b0 in slot 2 * b0 + 1, the others in
-// slot 2 * b; combine.cu adds them in the order of b.
+// Where pairs are no more than blocks, all are cut after the same number of KV tiles and each block gets one part:
+// row tiles of one request then read the same KV tiles at the same time, and the L2 serves all but the first.
+// Where they are more, every block gets as many whole pairs.
 //
-// Where whole pairs share out almost as evenly, none is cut: every block gets as many pairs.
+// Where either would last much longer than an equal share, pairs stand in a line, request-major; each takes kPairCost
+// units, then one unit a KV tile. Block b owns `run` consecutive units, so it may end one pair, do some whole and begin
+// another.
+//
+// A pair that lies in one block is written to `out`. Of a pair cut over blocks b0..b1 each block leaves a partial: b0
+// in slot 2 * b0 + 1, the others in slot 2 * b; combine.cu adds them in the order of b.
 //
 // The tensor, int32: kMaxBlocks records {pair, tile, units, last pair + 1}, then for each pair {b0, b1}.
 

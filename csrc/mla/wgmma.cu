@@ -16,6 +16,7 @@
 #include <cuda.h>
 
 #include "../common/ptx.h"
+#include "../common/store.h"
 #include "../common/wgmma.h"
 #include "launch.h"
 #include "overlap.h"
@@ -363,29 +364,33 @@ struct Math {
         __syncwarp();
         if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&s.q_empty));
 
-        int rows = p.N * p.H, first = piece.row;
+        int rows = p.N * p.H;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             int r = row + 8 * h;
-            if (first + r >= rows) continue;
+            bool real = piece.row + r < rows;
             float inverse = sum[h] > 0.f ? 1.f / sum[h] : 0.f;
-            int column = w * kHalf + lane % 4 * 2;
             if (piece.slot < 0) {
-                __nv_bfloat16* to = p.out + (int64_t(piece.request) * rows + first + r) * kLatent + column;
-#pragma unroll
-                for (int i = 0; i < 32; ++i)
-                    *reinterpret_cast<__nv_bfloat162*>(to + 8 * i) =
-                        __floats2bfloat162_rn(o[4 * i + 2 * h] * inverse, o[4 * i + 2 * h + 1] * inverse);
+                write<pack_bf16>(p.out + (int64_t(piece.request) * rows + piece.row + r) * kLatent, h, inverse, real);
             } else {
                 int64_t slot_row = int64_t(piece.slot) * p.M + r;
-                float* to = p.partial_o + slot_row * kLatent + column;
-#pragma unroll
-                for (int i = 0; i < 32; ++i)
-                    *reinterpret_cast<float2*>(to + 8 * i) =
-                        make_float2(o[4 * i + 2 * h] * inverse, o[4 * i + 2 * h + 1] * inverse);
-                if (w == 0 && lane % 4 == 0)
+                write<pack_fp16>(p.partial_o + slot_row * kLatent, h, inverse, real);
+                if (real && w == 0 && lane % 4 == 0)
                     p.partial_lse[slot_row] = sum[h] > 0.f ? top[h] + log2f(sum[h]) : kHidden;
             }
+        }
+    }
+
+    // Row h of this thread's two, its half of the columns.
+    template <uint32_t (*pack)(float, float), typename T>
+    __device__ void write(T* to, int h, float factor, bool real) {
+#pragma unroll
+        for (int i = 0; i < 32; i += 4) {
+            uint32_t pairs[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                pairs[k] = pack(o[4 * (i + k) + 2 * h] * factor, o[4 * (i + k) + 2 * h + 1] * factor);
+            store_blocks(to + w * kHalf + 8 * i, pairs, lane, real);
         }
     }
 };

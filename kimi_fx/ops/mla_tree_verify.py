@@ -6,12 +6,11 @@ Rows that are not committed live in `rows` only. fp32 softmax. Absorbed MLA: arX
 On CUDA in bf16 with 512 + 64 columns the kernels of csrc/mla do it, once `runtime/build.py` has loaded them.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..config import PAGE
+from .library import kernels
 
 
 def schedule_reference(
@@ -85,12 +84,6 @@ def _(
     scale: float,
 ) -> Tensor:
     return q.new_empty(*q.shape[:3], latent)
-
-
-def kernels() -> Any:
-    """The library's operators, or None before it is loaded."""
-    loaded = torch.ops.kimi_fx_cuda
-    return loaded if hasattr(loaded, "mla_tree_verify") else None
 
 
 @mla_schedule.register_kernel("cuda")

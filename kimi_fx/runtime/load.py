@@ -17,6 +17,7 @@ from ..graphs.params import Params, drafter_plan, target_plan
 from ..graphs.state import Model
 from ..ops import KERNELS, REFERENCE, Ops
 from ..tokenizer import Tokenizer, generation_defaults, load_tokenizer, stop_ids
+from .build import load_kernels
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def load(config: Config, ready: Loaded | None = None, progress: bool = True) -> 
     """`ready`, or what `prepare` gives, with the weights of target and drafter on the device."""
     ready = ready or prepare(config)
     model, device, dtype = ready.model, ready.device, ready.dtype
+    if device.type == "cuda" and model.ops is KERNELS:
+        load_kernels(device)
     target = load_target(target_folder(config), model.target, device, dtype, progress)
     drafter = None
     if model.drafter and config.drafter.path:

@@ -136,11 +136,11 @@ def forward(
     engine: Engine, sequences: Sequence[Sequence[int]], taps: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, pool rows and features of whole sequences, as `target.forward`; short ones are padded behind."""
-    m, length = engine.model, max(map(len, sequences))
-    tokens = torch.tensor([[*s, *[0] * (length - len(s))] for s in sequences])
-    place = torch.arange(length).expand_as(tokens)
-    pool = torch.empty(m.target.layers, 0, 64, m.target.row)
-    table, none = torch.zeros(len(sequences), 0, dtype=torch.int32), torch.zeros(len(sequences), dtype=torch.int32)
+    m, device, length = engine.model, engine.loaded.device, max(map(len, sequences))
+    tokens = torch.tensor([[*s, *[0] * (length - len(s))] for s in sequences], device=device)
+    place = torch.arange(length, device=device).expand_as(tokens)
+    pool = torch.zeros(m.target.layers, 1, 64, m.target.row, device=device, dtype=engine.loaded.dtype)
+    table, none = (torch.zeros(len(sequences), *w, dtype=torch.int32, device=device) for w in ((1,), ()))
     params = engine.loaded.params.target
     tapped = m.taps if taps is None else tuple(taps)
     return target.forward(params, m.target, m.ops, tokens, place, place >= 0, pool, table, none, None, tapped)
