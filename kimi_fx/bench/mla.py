@@ -1,17 +1,16 @@
 """`kimi-fx bench mla`: tree-verify attention of the CUDA kernels, mask included, as microseconds a layer.
 
 Every cell captures LAYERS layers, each with a pool of its own (together well past the L2 cache), in one CUDA graph and
-takes the median of its replays over the layers. The floor is the larger of two times: each byte once at the card's
+takes the median of its replays over the layers; long contexts are also timed once after a pause ("rested"), since
+back to back they bring the card to its power limit. The floor is the larger of two times: each byte once at the card's
 copy rate, each product once at its matrix rate, both measured in the same run. Two peers in plain PyTorch run in a
 few cells: the absorbed form compiled, and `scaled_dot_product_attention` with a mask.
 """
 
-import json
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +18,12 @@ from torch import Tensor
 
 from ..ops.mla_tree_verify import mla_schedule, mla_tree_verify, visible
 from ..runtime.build import load_kernels
-from .record import say, table
+from .device import Rates, asked, heat_map, per_layer, rates, report, rested, result
+from .record import say
 
-LAYERS, REPLAYS, WARM = 61, 15, 3
+LAYERS = 61
+TREE = 128  # nodes at most; more are a causal chunk
+LONG = 32_000  # contexts from which on the card may slow down to keep within its power
 L, R, PAGE = 512, 64, 64
 SCALE = 0.1352  # Kimi K2: (128 + 64)^-0.5 times YaRN's factor squared
 POOL_BYTES = 48e9  # of all layers together, at most
@@ -48,20 +50,13 @@ class Shape:
 
     @property
     def operations(self) -> int:
-        """Of a tree, which sees the whole prefix; its own rows count whole."""
-        return 2 * (2 * L + R) * self.batch * self.nodes * self.heads * (self.context + self.nodes)
+        """A tree's own rows count whole, a causal chunk's for what each token sees."""
+        own = self.nodes if self.nodes <= TREE else (self.nodes + 1) / 2
+        return int(2 * (2 * L + R) * self.batch * self.nodes * self.heads * (self.context + own))
 
-
-@dataclass(frozen=True)
-class Rates:
-    """What the card does at best."""
-
-    copy: float  # bytes a second, read and written
-    matmul: float  # operations a second, bf16
-
-    def floor(self, s: Shape) -> float:
+    def floor(self, card: Rates) -> float:
         """Seconds."""
-        return max(s.bytes / self.copy, s.operations / self.matmul)
+        return max(self.bytes / card.copy, self.operations / card.matmul)
 
 
 @dataclass(frozen=True)
@@ -99,29 +94,12 @@ def inputs(s: Shape, causal: bool = False) -> Inputs:
     )
 
 
-def per_layer(call: Callable[[Tensor], object], layers: Sequence[Tensor]) -> float:
-    """Seconds a layer: the median replay of a graph that calls for every layer."""
-    call(layers[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in layers:
-            call(layer)
-    times = []
-    for _ in range(WARM + REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[WARM:]) / len(layers)
-
-
-def ours(s: Shape, x: Inputs) -> float:
+def ours(s: Shape, x: Inputs) -> dict[str, float]:
+    """Seconds by how they were taken: back to back, and for long contexts after a pause."""
     schedule = mla_schedule(x.length, s.nodes, s.heads)
     rest = (x.page_table, x.length, x.rows, x.ancestors, schedule, L, SCALE)
-    return per_layer(lambda pool: mla_tree_verify(x.q, pool, *rest), x.pools)
+    ways = {"": per_layer, "rested ": rested} if s.context >= LONG else {"": per_layer}
+    return {name: way(lambda pool: mla_tree_verify(x.q, pool, *rest), x.pools) for name, way in ways.items()}
 
 
 def peers(s: Shape, x: Inputs) -> dict[str, float]:
@@ -147,68 +125,34 @@ def peers(s: Shape, x: Inputs) -> dict[str, float]:
     return {"compiled torch": per_layer(torch.compile(absorbed), caches), "sdpa": per_layer(fused, caches)}
 
 
-def rates() -> Rates:
-    big = torch.randn(2**31, device="cuda", dtype=torch.bfloat16)
-    to = torch.empty_like(big)
-    copy = 2 * big.nbytes / per_layer(lambda _: torch.neg(big, out=to), [big] * 4)  # a memcpy node is slower
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return Rates(copy, 2 * 8192**3 / per_layer(lambda _: a @ b, [a] * 10))
-
-
-def measure(choice: dict[str, list[int]]) -> dict[str, object]:
+def measure(choice: dict[str, list[int]]) -> dict[str, Any]:
     load_kernels(torch.device("cuda"))
     card = rates()
     cells = []
     for batch, heads, context, nodes in product(*(choice[k] for k in ("batch", "heads", "contexts", "nodes"))):
         s = Shape(batch, context, nodes, heads)
-        x = inputs(s, causal=nodes > 128)
-        seconds, floor = ours(s, x), card.floor(s)
+        x = inputs(s, causal=nodes > TREE)
+        times, floor = ours(s, x), s.floor(card)
+        seconds = times[""]
         others = peers(s, x) if context in choice["peers"] and nodes in (16, 64) and batch == 1 else {}
         cells.append(
             asdict(s)
-            | {"us": seconds * 1e6, "GB/s": s.bytes / seconds / 1e9, "TFLOP/s": s.operations / seconds / 1e12}
+            | {"GB/s": s.bytes / seconds / 1e9, "TFLOP/s": s.operations / seconds / 1e12}
             | {"floor us": floor * 1e6, "over floor": seconds / floor}
+            | {f"{name}us": t * 1e6 for name, t in times.items()}
             | {f"{name} us": t * 1e6 for name, t in others.items()}
         )
         say(f"batch {batch}, {heads} heads, {context} tokens, {nodes} nodes: {seconds * 1e6:.1f} us")
         del x
-    name, version = torch.cuda.get_device_name(), torch.__version__
-    return {"card": name, "torch": version, "copy GB/s": card.copy / 1e9, "TFLOP/s": card.matmul / 1e12, "cells": cells}
-
-
-def picture(cells: list[dict[str, float]]) -> str:
-    """SVG: a square for each context and nodes, darker the further above the floor, its ratio written in it."""
-    contexts, nodes = (sorted({int(c[k]) for c in cells}) for k in ("context", "nodes"))
-    size, shapes = 64, []
-    for c in cells:
-        x, y = size * (nodes.index(int(c["nodes"])) + 1), size * (contexts.index(int(c["context"])) + 1)
-        shade = max(90, int(255 - 40 * (c["over floor"] - 1)))
-        shapes.append(f'<rect x="{x}" y="{y}" width="{size}" height="{size}" fill="rgb({shade},{shade},255)"/>')
-        shapes.append(f'<text x="{x + size / 2}" y="{y + size / 2}">{c["over floor"]:.1f}</text>')
-    shapes += [f'<text x="{size * (i + 1.5)}" y="40">{n}</text>' for i, n in enumerate(nodes)]
-    shapes += [f'<text x="32" y="{size * (i + 1.5)}">{n:,}</text>' for i, n in enumerate(contexts)]
-    width, height = size * (len(nodes) + 1), size * (len(contexts) + 1)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-    return f'{head} font-family="sans-serif" font-size="14" text-anchor="middle">\n' + "\n".join(shapes) + "\n</svg>\n"
+    return result(card, cells)
 
 
 def run(overrides: Sequence[str]) -> int:
     """Takes `contexts=[1000,5500] nodes=[16] batch=[1] heads=[8] peers=[]`, and `folder=` for JSON and picture."""
-    words = dict(word.partition("=")[::2] for word in overrides)
-    folder = Path(words.pop("folder", "."))
-    if not set(words) <= set(DEFAULTS):
-        raise ValueError(f"bench mla takes {', '.join(DEFAULTS)} and folder, found {', '.join(words)}.")
-    if not torch.cuda.is_available():
-        raise ValueError("bench mla needs a CUDA device, none is visible.")
-    choice = DEFAULTS | {key: [int(n) for n in text.strip("[]").split(",") if n] for key, text in words.items()}
-    result = measure(choice)
-    cells: list[dict[str, float]] = result["cells"]  # type: ignore[assignment]
-    heads = ["batch", "heads", "context", "nodes", "us", "GB/s", "TFLOP/s", "floor us", "over floor"]
-    heads += [name for name in ("compiled torch us", "sdpa us") if any(name in c for c in cells)]
-    text = [[f"{c[h]:.1f}" if isinstance(c.get(h), float) else str(c.get(h, "")) for h in heads] for c in cells]
-    print(table([heads, *text]))
-    print(f"\n{result['card']}, torch {result['torch']}: copies at {result['copy GB/s']:.0f} GB/s, ", end="")
-    print(f"multiplies at {result['TFLOP/s']:.0f} TFLOP/s; {LAYERS} layers a graph, median of {REPLAYS} replays")
-    (folder / "mla.json").write_text(json.dumps(result, indent=1))
-    (folder / "mla.svg").write_text(picture(cells))
+    given, folder = asked("mla", list(DEFAULTS), overrides)
+    found = measure(DEFAULTS | {key: [int(n) for n in words] for key, words in given.items()})
+    heads = ["batch", "heads", "context", "nodes", "us", "rested us", "GB/s", "TFLOP/s", "floor us", "over floor"]
+    heads += ["compiled torch us", "sdpa us"]
+    picture = heat_map(found["cells"], "context", "nodes")
+    report("mla", found, heads, picture, folder, f"at most {LAYERS} layers in a graph")
     return 0
