@@ -1,7 +1,7 @@
 // The library's operators on the LibTorch stable ABI, target 2.11: checks, allocation, current stream.
 //
 // They are `kimi_fx_cuda::…`; the operators the graphs call are `kimi_fx::…` of kimi_fx/ops, whose CUDA kernels call
-// these where dtype and widths fit. Schemas take no out arguments: nothing is mutated, nothing aliases.
+// these where dtype and widths fit. Schemas take no out arguments: nothing aliases, and only `commit` mutates.
 
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -12,15 +12,25 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
+#include <tuple>
 
 #include "mla/launch.h"
 #include "mla/schedule.h"
+#include "moe/launch.h"
+#include "moe/route.h"
+#include "round/build_tree.h"
+#include "round/chunk.h"
+#include "round/commit.h"
+#include "round/draft_attention.h"
+#include "round/sample_and_walk.h"
 
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 namespace mla = kimi_fx::mla;
+namespace moe = kimi_fx::moe;
+namespace rounds = kimi_fx::round;
 
 struct Device {
     int arch;    // 90: compute capability 9.0
@@ -113,6 +123,357 @@ Tensor mla_tree_verify(const Tensor& q, const Tensor& pool, const Tensor& page_t
     return out;
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> moe_route(const Tensor& logits, const Tensor& bias, const Tensor& valid,
+                                                     int64_t k, double scale) {
+    check(logits, "logits", ScalarType::Float, 2);
+    check(bias, "bias", ScalarType::Float, 1);
+    check(valid, "valid", ScalarType::Bool, 1);
+    int64_t T = logits.size(0), E = logits.size(1);
+    STD_TORCH_CHECK(bias.size(0) == E && valid.size(0) == T, "logits are [", T, ", ", E, "], bias [", bias.size(0),
+                    "] and valid [", valid.size(0), "]: they disagree.");
+    STD_TORCH_CHECK(E <= moe::kMaxRouted && k >= 1 && k <= std::min<int64_t>(E, moe::kMaxChosen), "top ", k, " of ", E,
+                    " experts was asked for: at most ", moe::kMaxChosen, " of ", moe::kMaxRouted, " are built.");
+    torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+    Device device = device_of(logits);
+    Tensor ids = torch::stable::new_empty(logits, {T, k}, ScalarType::Int);
+    Tensor weights = torch::stable::new_empty(logits, {T, k});
+    Tensor order = torch::stable::new_empty(logits, {T * k}, ScalarType::Int);
+    Tensor offsets = torch::stable::new_empty(logits, {E + 1}, ScalarType::Int);
+    moe::RouteParams params{
+        .logits = data<float>(logits),
+        .bias = data<float>(bias),
+        .valid = data<bool>(valid),
+        .ids = static_cast<int32_t*>(ids.mutable_data_ptr()),
+        .weights = static_cast<float*>(weights.mutable_data_ptr()),
+        .order = static_cast<int32_t*>(order.mutable_data_ptr()),
+        .offsets = static_cast<int32_t*>(offsets.mutable_data_ptr()),
+        .T = static_cast<int>(T),
+        .E = static_cast<int>(E),
+        .K = static_cast<int>(k),
+        .scale = static_cast<float>(scale),
+    };
+    STD_CUDA_CHECK(moe::launch_route(params, device.arch, device.stream));
+    return {ids, weights, order, offsets};
+}
+
+void check_packed(const Tensor& x, const char* name, ScalarType type, int64_t E, int64_t rows, int64_t columns) {
+    check(x, name, type, 3);
+    STD_TORCH_CHECK(x.size(0) == E && x.size(1) == rows && x.size(2) == columns, name, ": wanted [", E, ", ", rows,
+                    ", ", columns, "], found [", x.size(0), ", ", x.size(1), ", ", x.size(2), "].");
+}
+
+Tensor marlin_moe(const Tensor& x, const Tensor& w13, const Tensor& s13, const Tensor& w2, const Tensor& s2,
+                  const Tensor& weights, const Tensor& order, const Tensor& offsets) {
+    check(x, "x", ScalarType::BFloat16, 2);
+    check(weights, "weights", ScalarType::Float, 2);
+    check(order, "order", ScalarType::Int, 1);
+    check(offsets, "offsets", ScalarType::Int, 1);
+    int64_t T = x.size(0), D = x.size(1), k = weights.size(1), E = offsets.size(0) - 1, I = w13.size(2) / 4;
+    STD_TORCH_CHECK(D % moe::kColumns == 0 && I % moe::kColumns == 0 && I > 0 && E >= 1 && E <= moe::kMaxExperts,
+                    "widths in multiples of ", moe::kColumns, " and at most ", moe::kMaxExperts,
+                    " experts are built, found a model width of ", D, ", an expert width of ", I, " and ", E,
+                    " experts.");
+    check_packed(w13, "w13", ScalarType::Int, E, D / 16, 4 * I);
+    check_packed(s13, "s13", ScalarType::BFloat16, E, D / moe::kGroup, 2 * I);
+    check_packed(w2, "w2", ScalarType::Int, E, I / 16, 2 * D);
+    check_packed(s2, "s2", ScalarType::BFloat16, E, I / moe::kGroup, D);
+    STD_TORCH_CHECK(weights.size(0) == T && order.size(0) == T * k, "x has ", T, " tokens, weights ", weights.size(0),
+                    " rows of ", k, " and order ", order.size(0), " pairs: they disagree.");
+
+    torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    Device device = device_of(x);
+    Tensor result = torch::stable::new_empty(x, {T, D});
+    if (T * k == 0) return torch::stable::zero_(result);
+    moe::Params params{
+        .x = data<uint4>(x),
+        .w13 = data<uint4>(w13),
+        .s13 = data<uint4>(s13),
+        .w2 = data<uint4>(w2),
+        .s2 = data<uint4>(s2),
+        .weights = data<float>(weights),
+        .order = data<int32_t>(order),
+        .offsets = data<int32_t>(offsets),
+        .out = static_cast<__nv_bfloat16*>(result.mutable_data_ptr()),
+        .T = static_cast<int32_t>(T),
+        .k = static_cast<int32_t>(k),
+        .E = static_cast<int32_t>(E),
+        .D = static_cast<int32_t>(D),
+        .I = static_cast<int32_t>(I),
+    };
+    STD_CUDA_CHECK(moe::plan(params, attribute(cudaDevAttrMultiProcessorCount, x.get_device_index())));
+    Tensor h = torch::stable::new_empty(x, {T * k, I});
+    Tensor pair_weights = torch::stable::new_empty(weights, {T, k});
+    Tensor counters = torch::stable::new_empty(order, {params.counters});
+    Tensor partial = torch::stable::new_empty(weights, {moe::partial_size(params)});
+    Tensor rows = torch::stable::new_empty(x, {T * k, D});
+    params.h_fragments = static_cast<uint4*>(h.mutable_data_ptr());
+    params.pair_weights = static_cast<float*>(pair_weights.mutable_data_ptr());
+    params.arrived = static_cast<int32_t*>(counters.mutable_data_ptr());
+    params.partial = static_cast<float*>(partial.mutable_data_ptr());
+    params.rows = static_cast<__nv_bfloat16*>(rows.mutable_data_ptr());
+    moe::place_counters(params);
+    STD_CUDA_CHECK(moe::launch_prepare(params, device.arch, device.stream));
+    STD_CUDA_CHECK(moe::launch_experts(params, device.arch, device.stream));
+    STD_CUDA_CHECK(moe::launch_weighted_sum(params, device.arch, device.stream));
+    return result;
+}
+
+// ---- the round ----
+
+template <typename T>
+T* out(Tensor& x) {
+    return static_cast<T*>(x.mutable_data_ptr());
+}
+
+using Tree = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Tree build_tree(const Tensor& logits, const Tensor& anchor, const Tensor& budget, const Tensor& width, int64_t nodes,
+                int64_t max_width) {
+    check(logits, "logits", ScalarType::Float, 3);
+    check(anchor, "anchor", ScalarType::Long, 1);
+    check(budget, "budget", ScalarType::Long, 1);
+    check(width, "width", ScalarType::Long, 1);
+    int64_t B = logits.size(0), D = logits.size(1), V = logits.size(2), k = std::min({max_width, nodes, V});
+    STD_TORCH_CHECK(nodes >= 1 && nodes <= rounds::kMaxNodes && D <= rounds::kMaxDepth && k >= 1 &&
+                        V <= rounds::kMaxVocabulary,
+                    "a tree of ", nodes, " nodes, ", D, " levels and ", V, " ids was asked for: at most ",
+                    rounds::kMaxNodes, ", ", rounds::kMaxDepth, " and ", rounds::kMaxVocabulary, " are built.");
+    torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+    Device device = device_of(logits);
+    int64_t chunks = rounds::row_chunks(V);
+    Tensor keys = torch::stable::new_empty(anchor, {B, D, k, chunks});
+    Tensor sums = torch::stable::new_empty(logits, {B, D, chunks, 2});
+    Tensor lists = torch::stable::new_empty(anchor, {B, D, k + 1});
+    Tensor arrived = torch::stable::new_empty(anchor, {B}, ScalarType::Int);
+    Tensor token = torch::stable::new_empty(anchor, {B, nodes}), parent = torch::stable::new_empty(anchor, {B, nodes});
+    Tensor depth = torch::stable::new_empty(anchor, {B, nodes}), score = torch::stable::new_empty(logits, {B, nodes});
+    Tensor ancestors = torch::stable::new_empty(anchor, {B, nodes, 2});
+    Tensor valid = torch::stable::new_empty(anchor, {B, nodes}, ScalarType::Bool);
+    rounds::TreeParams params{
+        .logits = data<float>(logits),
+        .anchor = data<int64_t>(anchor),
+        .budget = data<int64_t>(budget),
+        .width = data<int64_t>(width),
+        .keys = out<uint64_t>(keys),
+        .sums = out<void>(sums),
+        .lists = out<uint64_t>(lists),
+        .arrived = out<int32_t>(arrived),
+        .token = out<int64_t>(token),
+        .parent = out<int64_t>(parent),
+        .depth = out<int64_t>(depth),
+        .score = out<float>(score),
+        .ancestors = out<uint64_t>(ancestors),
+        .valid = out<bool>(valid),
+        .B = static_cast<int>(B),
+        .D = static_cast<int>(D),
+        .V = static_cast<int>(V),
+        .N = static_cast<int>(nodes),
+        .k = static_cast<int>(k),
+    };
+    STD_CUDA_CHECK(rounds::launch_build_tree(params, device.arch, device.stream));
+    return {token, parent, depth, score, ancestors, valid};
+}
+
+using Emitted = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Emitted sample_and_walk(const Tensor& logits, const Tensor& token, const Tensor& parent, const Tensor& position,
+                        const Tensor& active, int64_t rows, const Tensor& temperature, const Tensor& top_k,
+                        const Tensor& top_p, const Tensor& min_p, const Tensor& presence, const Tensor& frequency,
+                        const Tensor& repetition, const Tensor& bias, const Tensor& counts, const Tensor& seen,
+                        const Tensor& seed, const Tensor& sample, const Tensor& logprobs, const Tensor& stop_ids,
+                        const Tensor& remaining, const Tensor& min_remaining) {
+    check(logits, "logits", ScalarType::Float, 3);
+    check(token, "token", ScalarType::Long, 2);
+    check(parent, "parent", ScalarType::Long, 2);
+    check(position, "position", ScalarType::Long, 1);
+    check(active, "active", ScalarType::Bool, 1);
+    check(temperature, "temperature", ScalarType::Float, 1);
+    check(top_k, "top_k", ScalarType::Long, 1);
+    check(top_p, "top_p", ScalarType::Float, 1);
+    check(min_p, "min_p", ScalarType::Float, 1);
+    check(presence, "presence", ScalarType::Float, 1);
+    check(frequency, "frequency", ScalarType::Float, 1);
+    check(repetition, "repetition", ScalarType::Float, 1);
+    check(bias, "bias", ScalarType::Float, 2);
+    check(counts, "counts", ScalarType::Int, 2);
+    check(seen, "seen", ScalarType::Bool, 2);
+    check(seed, "seed", ScalarType::Long, 2);
+    check(sample, "sample", ScalarType::Long, 1);
+    check(logprobs, "logprobs", ScalarType::Int, 1);
+    check(stop_ids, "stop_ids", ScalarType::Long, 2);
+    check(remaining, "remaining", ScalarType::Long, 1);
+    check(min_remaining, "min_remaining", ScalarType::Long, 1);
+    int64_t B = logits.size(0), N = logits.size(1), V = logits.size(2), stops = stop_ids.size(1);
+    STD_TORCH_CHECK(rows <= rounds::kMaxRows && stops <= rounds::kMaxStops && V <= rounds::kMaxVocabulary, rows,
+                    " tokens of ", V, " ids and ", stops, " stop ids were asked for: at most ", rounds::kMaxRows, ", ",
+                    rounds::kMaxVocabulary, " and ", rounds::kMaxStops, " are built.");
+    torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+    Device device = device_of(logits);
+    constexpr int64_t kTop = rounds::kAlternatives;
+    int64_t chunks = rounds::row_chunks(V);
+    bool spill = rounds::slices_spill(B, V, N, device.shared, device.arch, device.blocks);
+    Tensor slices = torch::stable::new_empty(logits, {spill ? B : 0, (V + 3) / 4 * 4});
+    Tensor keys = torch::stable::new_empty(token, {B, rows, kTop, chunks});
+    Tensor sums = torch::stable::new_empty(logits, {B, rows, chunks, 2});
+    Tensor arrived = torch::stable::new_empty(token, {B, rows}, ScalarType::Int);
+    Tensor tokens = torch::stable::new_empty(token, {B, rows}), count = torch::stable::new_empty(token, {B});
+    Tensor path = torch::stable::new_empty(token, {B, rows}), finish = torch::stable::new_empty(token, {B});
+    Tensor logprob = torch::stable::new_empty(logits, {B, rows});
+    Tensor top_ids = torch::stable::new_empty(token, {B, rows, kTop});
+    Tensor top_logprobs = torch::stable::new_empty(logits, {B, rows, kTop});
+    rounds::WalkParams params{
+        .logits = data<float>(logits),
+        .token = data<int64_t>(token),
+        .parent = data<int64_t>(parent),
+        .position = data<int64_t>(position),
+        .active = data<bool>(active),
+        .temperature = data<float>(temperature),
+        .top_k = data<int64_t>(top_k),
+        .top_p = data<float>(top_p),
+        .min_p = data<float>(min_p),
+        .presence = data<float>(presence),
+        .frequency = data<float>(frequency),
+        .repetition = data<float>(repetition),
+        .bias = data<float>(bias),
+        .counts = data<int32_t>(counts),
+        .seen = data<bool>(seen),
+        .seed = data<int64_t>(seed),
+        .sample = data<int64_t>(sample),
+        .logprobs = data<int32_t>(logprobs),
+        .stop_ids = data<int64_t>(stop_ids),
+        .remaining = data<int64_t>(remaining),
+        .min_remaining = data<int64_t>(min_remaining),
+        .slices = spill ? out<float>(slices) : nullptr,
+        .keys = out<uint64_t>(keys),
+        .sums = out<void>(sums),
+        .arrived = out<int32_t>(arrived),
+        .tokens = out<int64_t>(tokens),
+        .count = out<int64_t>(count),
+        .path = out<int64_t>(path),
+        .finish = out<int64_t>(finish),
+        .logprob = out<float>(logprob),
+        .top_ids = out<int64_t>(top_ids),
+        .top_logprobs = out<float>(top_logprobs),
+        .B = static_cast<int>(B),
+        .N = static_cast<int>(N),
+        .V = static_cast<int>(V),
+        .A = static_cast<int>(rows),
+        .stops = static_cast<int>(stops),
+    };
+    STD_CUDA_CHECK(rounds::launch_walk(params, device.arch, device.blocks, device.stream));
+    STD_CUDA_CHECK(rounds::launch_logprobs(params, device.arch, device.stream));
+    return {tokens, count, path, finish, logprob, top_ids, top_logprobs};
+}
+
+// `pool` [layers, P, 64, row…] and what goes into it, [layers, B, n, row] with a row in one piece.
+rounds::Rows rows_of(Tensor& pool, const Tensor& rows, const char* name) {
+    int64_t layers = pool.size(0), width = rows.size(3) * rows.element_size();
+    auto piece = [&](int64_t dim) { return rows.stride(dim) * static_cast<int64_t>(rows.element_size()) / 16; };
+    bool whole = rows.stride(3) == 1 && width % 16 == 0;
+    for (int dim = 0; dim < 3; ++dim) whole &= rows.stride(dim) * rows.element_size() % 16 == 0;
+    STD_TORCH_CHECK(pool.is_cuda() && pool.is_contiguous() && rows.is_cuda() && rows.dim() == 4 &&
+                        pool.scalar_type() == rows.scalar_type() && rows.size(0) == layers && (!layers || whole),
+                    name, ": wanted a contiguous pool and rows of the same dtype in pieces of 16 bytes.");
+    return {out<uint4>(pool), data<uint4>(rows), pool.size(1), piece(0), piece(1), piece(2),
+            static_cast<int>(layers), static_cast<int>(width / 16)};
+}
+
+void commit(Tensor pool, Tensor draft_k, Tensor draft_v, Tensor anchor, Tensor length, Tensor active, Tensor counts,
+            Tensor seen, Tensor remaining, Tensor min_remaining, const Tensor& page_table, const Tensor& rows,
+            const Tensor& k, const Tensor& v, const Tensor& path, const Tensor& kept, const Tensor& tokens,
+            const Tensor& count, const Tensor& finish, const Tensor& running) {
+    check(anchor, "anchor", ScalarType::Long, 1);
+    check(length, "length", ScalarType::Int, 1);
+    check(active, "active", ScalarType::Bool, 1);
+    check(counts, "counts", ScalarType::Int, 2);
+    check(seen, "seen", ScalarType::Bool, 2);
+    check(remaining, "remaining", ScalarType::Long, 1);
+    check(min_remaining, "min_remaining", ScalarType::Long, 1);
+    check(page_table, "page_table", ScalarType::Int, 2);
+    check(path, "path", ScalarType::Long, 2);
+    check(kept, "kept", ScalarType::Long, 1);
+    check(tokens, "tokens", ScalarType::Long, 2);
+    check(count, "count", ScalarType::Long, 1);
+    check(finish, "finish", ScalarType::Long, 1);
+    check(running, "running", ScalarType::Bool, 1);
+    torch::stable::accelerator::DeviceGuard guard(pool.get_device_index());
+    Device device = device_of(pool);
+    rounds::CommitParams params{
+        .target = rows_of(pool, rows, "rows"),
+        .draft_k = rows_of(draft_k, k, "k"),
+        .draft_v = rows_of(draft_v, v, "v"),
+        .anchor = out<int64_t>(anchor),
+        .length = out<int32_t>(length),
+        .active = out<bool>(active),
+        .counts = out<int32_t>(counts),
+        .seen = out<bool>(seen),
+        .remaining = out<int64_t>(remaining),
+        .min_remaining = out<int64_t>(min_remaining),
+        .page_table = data<int32_t>(page_table),
+        .path = data<int64_t>(path),
+        .kept = data<int64_t>(kept),
+        .tokens = data<int64_t>(tokens),
+        .count = data<int64_t>(count),
+        .finish = data<int64_t>(finish),
+        .running = data<bool>(running),
+        .B = static_cast<int>(anchor.size(0)),
+        .A = static_cast<int>(path.size(1)),
+        .V = static_cast<int>(counts.size(1)),
+        .table_width = static_cast<int>(page_table.size(1)),
+        .emitted = static_cast<int>(tokens.size(1)),
+    };
+    STD_CUDA_CHECK(rounds::launch_commit(params, device.arch, device.stream));
+}
+
+Tensor draft_attention(const Tensor& q, const Tensor& pool_k, const Tensor& pool_v, const Tensor& page_table,
+                       const Tensor& length, const Tensor& k, const Tensor& v, double scale, int64_t window,
+                       bool causal) {
+    check(q, "q", ScalarType::BFloat16, 4);
+    check(pool_k, "pool_k", ScalarType::BFloat16, 4);
+    check(pool_v, "pool_v", ScalarType::BFloat16, 4);
+    check(page_table, "page_table", ScalarType::Int, 2);
+    check(length, "length", ScalarType::Int, 1);
+    check(k, "k", ScalarType::BFloat16, 4);
+    STD_TORCH_CHECK(v.is_cuda() && v.scalar_type() == ScalarType::BFloat16 && v.dim() == 4 && v.stride(3) == 1 &&
+                        v.stride(2) == v.size(3) && v.stride(0) == v.size(1) * v.stride(1) && v.stride(1) % 8 == 0,
+                    "v: wanted a CUDA tensor of 4 dimensions in bf16, its slots evenly apart by a multiple of 8.");
+    int64_t B = q.size(0), S = q.size(1), H = q.size(2), KV = k.size(2), head = q.size(3);
+    STD_TORCH_CHECK((head == 64 || head == 128) && S <= rounds::kMaxSlots && H % KV == 0,
+                    "heads of 64 or 128 columns and blocks of at most ", rounds::kMaxSlots, " slots are built, found ",
+                    head, " and ", S, ".");
+    torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+    Device device = device_of(q);
+    int64_t splits = rounds::draft_splits(B, S, H, KV, page_table.size(1), device.blocks, device.shared);
+    Tensor result = torch::stable::new_empty(q, {B, S, H, head});
+    Tensor partial_o = torch::stable::new_empty(q, {B, KV, splits, S * (H / KV), head}, ScalarType::Float);
+    Tensor partial_lse = torch::stable::new_empty(q, {B, KV, splits, S * (H / KV)}, ScalarType::Float);
+    rounds::DraftParams params{
+        .q = data<__nv_bfloat16>(q),
+        .pool_k = data<__nv_bfloat16>(pool_k),
+        .pool_v = data<__nv_bfloat16>(pool_v),
+        .page_table = data<int32_t>(page_table),
+        .length = data<int32_t>(length),
+        .k = data<__nv_bfloat16>(k),
+        .v = data<__nv_bfloat16>(v),
+        .partial_o = out<float>(partial_o),
+        .partial_lse = out<float>(partial_lse),
+        .out = out<__nv_bfloat16>(result),
+        .v_stride = v.stride(1),
+        .table_width = static_cast<int>(page_table.size(1)),
+        .B = static_cast<int>(B),
+        .S = static_cast<int>(S),
+        .H = static_cast<int>(H),
+        .KV = static_cast<int>(KV),
+        .head = static_cast<int>(head),
+        .window = static_cast<int>(std::min<int64_t>(window, INT32_MAX)),
+        .splits = static_cast<int>(splits),
+        .causal = causal,
+        .scale_log2 = static_cast<float>(scale * 1.4426950408889634),
+    };
+    STD_CUDA_CHECK(rounds::launch_draft_attention(params, device.arch, device.stream));
+    return result;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(kimi_fx_cuda, m) {
@@ -120,9 +481,37 @@ STABLE_TORCH_LIBRARY(kimi_fx_cuda, m) {
     m.def(
         "mla_tree_verify(Tensor q, Tensor pool, Tensor page_table, Tensor length, Tensor rows, Tensor? ancestors, "
         "Tensor schedule, float scale) -> Tensor");
+    m.def(
+        "moe_route(Tensor logits, Tensor bias, Tensor valid, int k, float scale) -> (Tensor, Tensor, Tensor, Tensor)");
+    m.def(
+        "marlin_moe(Tensor x, Tensor w13, Tensor s13, Tensor w2, Tensor s2, Tensor weights, Tensor order, "
+        "Tensor offsets) -> Tensor");
+    m.def(
+        "build_tree(Tensor logits, Tensor anchor, Tensor budget, Tensor width, int nodes, int max_width) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+    m.def(
+        "sample_and_walk(Tensor logits, Tensor token, Tensor parent, Tensor position, Tensor active, int rows, "
+        "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor presence, Tensor frequency, "
+        "Tensor repetition, Tensor bias, Tensor counts, Tensor seen, Tensor seed, Tensor sample, Tensor logprobs, "
+        "Tensor stop_ids, Tensor remaining, Tensor min_remaining) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+    m.def(
+        "commit(Tensor(a!) pool, Tensor(b!) draft_k, Tensor(c!) draft_v, Tensor(d!) anchor, Tensor(e!) length, "
+        "Tensor(f!) active, Tensor(g!) counts, Tensor(h!) seen, Tensor(i!) remaining, Tensor(j!) min_remaining, "
+        "Tensor page_table, Tensor rows, Tensor k, Tensor v, Tensor path, Tensor kept, Tensor tokens, Tensor count, "
+        "Tensor finish, Tensor running) -> ()");
+    m.def(
+        "draft_attention(Tensor q, Tensor pool_k, Tensor pool_v, Tensor page_table, Tensor length, Tensor k, Tensor v, "
+        "float scale, int window, bool causal) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kimi_fx_cuda, CUDA, m) {
     m.impl("mla_schedule", TORCH_BOX(&mla_schedule));
     m.impl("mla_tree_verify", TORCH_BOX(&mla_tree_verify));
+    m.impl("moe_route", TORCH_BOX(&moe_route));
+    m.impl("marlin_moe", TORCH_BOX(&marlin_moe));
+    m.impl("build_tree", TORCH_BOX(&build_tree));
+    m.impl("sample_and_walk", TORCH_BOX(&sample_and_walk));
+    m.impl("commit", TORCH_BOX(&commit));
+    m.impl("draft_attention", TORCH_BOX(&draft_attention));
 }

@@ -2,11 +2,14 @@
 
 import json
 import sys
+from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from kimi_fx.bench.acceptance import pool
 from kimi_fx.bench.cpu import compare
+from kimi_fx.bench.device import heat_map
 from kimi_fx.bench.huggingface import huggingface
 from kimi_fx.bench.record import table
 from kimi_fx.cli import main
@@ -96,3 +99,24 @@ def test_without_transformers(small, monkeypatch):
 
 def test_table():
     assert table([["", "a"], ["row", "12"]]) == "|     |  a |\n|----:|---:|\n| row | 12 |"
+
+
+@pytest.mark.parametrize("name", ["mla", "moe"])
+def test_kernel_benchmarks_say_what_they_need(name, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", name]) == 2
+    assert f"bench {name} needs a CUDA device" in capsys.readouterr().err
+    assert main(["bench", name, "layers=[3]"]) == 2
+    assert f"bench {name} takes" in capsys.readouterr().err
+
+
+def test_heat_map():
+    """A square and its ratio for each cell, and every row and column named."""
+    cells = [
+        {"width": w, "tokens": t, "over floor": 1 + t / 10} for w in ("256 uniform", "256 zipf") for t in (1, 1600)
+    ]
+    root = ElementTree.fromstring(heat_map(cells[:3], "width", "tokens"))
+    assert len([e for e in root if e.tag.endswith("rect")]) == 3
+    assert sorted(e.text for e in root if e.tag.endswith("text")) == sorted(
+        ["1.1", "161.0", "1.1", "1", "1,600", "256 uniform", "256 zipf"]
+    )

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 
 from ..rules import nearest
-from . import acceptance, cpu, demo, mla
+from . import acceptance, cpu, demo, mla, moe
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": demo.run,
     "acceptance": acceptance.run,
     "cpu": cpu.run,
     "mla": mla.run,
+    "moe": moe.run,
 }
 
 

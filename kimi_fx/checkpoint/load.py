@@ -22,7 +22,7 @@ from tqdm import tqdm
 from ..config import DrafterModel, TargetModel
 from ..graphs.params import DrafterParams, Experts, Leaf, TargetParams, drafter_plan, target_plan
 from ..graphs.pytree import tree_leaves, tree_map
-from ..ops.marlin import dequantise, marlin_pack, marlin_pack_scales
+from ..ops.marlin import GROUP, dequantise, marlin_pack, marlin_pack_scales, shard_width
 from .files import CheckpointError, first_few, read_entries, refuse
 from .preflight import DRAFTER, TARGET, Layout, check, shape_name
 
@@ -67,6 +67,21 @@ def random_params(plan: P, seed: int, device: torch.device | str, dtype: torch.d
         return torch.randn(leaf.shape, generator=generator, device=device) * 0.02
 
     return _fill(plan, draw, device, dtype)
+
+
+def shard_experts(experts: Experts, rank: int, ranks: int) -> Experts:
+    """A rank's share of experts in the logical form described at `Experts`, to be packed after: I / ranks columns.
+
+    ValueError where that is no multiple of the INT4 group, so that a scale would be shared by two ranks.
+    """
+    columns = shard_width(experts.w13.shape[2], ranks)
+    first = rank * columns
+    return Experts(
+        experts.w13.narrow(2, first, columns),
+        experts.s13.narrow(2, first, columns),
+        experts.w2.narrow(2, first // 8, columns // 8),
+        experts.s2.narrow(2, first // GROUP, columns // GROUP),
+    )
 
 
 def pack_experts(experts: Experts, dtype: torch.dtype, device: torch.device | str) -> Experts:

@@ -2,7 +2,8 @@
 
 A node at depth d is a choice of one token for each depth down to d, and its score is the sum of their
 log-probabilities. The heap is the paper's, two pushes a pop, and pops by (score descending, depth, parent,
-rank), so the tree is unique. Sampling parameters play no part: a tree decides speed, not output.
+rank), so the tree is unique. Sampling parameters play no part: a tree decides speed, not output. On CUDA the
+kernels of csrc/round do it; their log-sum-exp may differ in its last bits, all else is exact.
 """
 
 from ctypes import c_float
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .draw import best
+from .library import kernels
 
 
 def ranked(
@@ -104,3 +106,14 @@ def fake(
 
 build_tree = torch.library.custom_op("kimi_fx::build_tree", reference, mutates_args=())
 build_tree.register_fake(fake)
+
+
+@build_tree.register_kernel("cuda")
+def _(
+    logits: Tensor, anchor: Tensor, budget: Tensor, width: Tensor, nodes: int, max_width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    loaded = kernels("build_tree")
+    if loaded is None or nodes > 128 or logits.shape[1] > 16 or not 1 <= logits.shape[2] <= 32 * 8192:
+        return reference(logits, anchor, budget, width, nodes, max_width)
+    whole = (x.contiguous() for x in (logits.float(), anchor, budget, width))
+    return loaded.build_tree(*whole, nodes, max_width)

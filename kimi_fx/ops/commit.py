@@ -2,12 +2,14 @@
 
 Everything it changes is declared as mutated. Request b keeps the first `kept[b]` nodes of its path, at positions
 length[b], length[b] + 1, …; padding keeps none and touches no page. A request that finished becomes inactive.
+On CUDA the kernels of csrc/round do it, for rows of whole 16 bytes.
 """
 
 import torch
 from torch import Tensor
 
 from ..config import PAGE
+from .library import kernels
 
 
 def reference(
@@ -62,3 +64,27 @@ commit = torch.library.custom_op(
 @commit.register_fake
 def _(*_: object) -> None:
     return None
+
+
+@commit.register_kernel("cuda")
+def _(
+    pool: Tensor, draft_k: Tensor, draft_v: Tensor, anchor: Tensor, length: Tensor, active: Tensor, counts: Tensor,
+    seen: Tensor, remaining: Tensor, min_remaining: Tensor, page_table: Tensor, rows: Tensor, k: Tensor, v: Tensor,
+    path: Tensor, kept: Tensor, tokens: Tensor, count: Tensor, finish: Tensor, running: Tensor,
+) -> None:  # fmt: skip
+    mutated = (pool, draft_k, draft_v, anchor, length, active, counts, seen, remaining, min_remaining)
+    copied = [pieces(x) for x in (rows, k.flatten(3), v.flatten(3))]
+    read = [x.contiguous() for x in (path, kept, tokens, count, finish, running)]
+    loaded = kernels("commit")
+    if loaded is None or any(x.shape[3] * x.itemsize % 16 for x in copied if len(x)):
+        reference(*mutated, page_table, rows, k, v, *read)
+    else:
+        loaded.commit(*mutated, page_table.contiguous(), *copied, *read)
+
+
+def pieces(
+    rows: Tensor,  # [layers, B, n, width]
+) -> Tensor:
+    """The rows, copied unless every one of them lies in one piece that begins at a multiple of 16 bytes."""
+    aligned = all(stride * rows.itemsize % 16 == 0 for stride in rows.stride()[:3])
+    return rows if rows.stride(3) == 1 and aligned else rows.contiguous()

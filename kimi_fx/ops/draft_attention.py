@@ -3,6 +3,7 @@
 Slot s sits at position length + s. It sees every context token, and the whole block (or, `causal`, the slots up to
 itself); with a window W only positions nearer than W, itself counted (DFlash, arXiv:2602.06036; layer kinds as its
 checkpoints' `layer_types` have them). Committed context only: the block's keys never enter the pool.
+On CUDA in bf16 with heads of 64 or 128 columns the kernels of csrc/round do it.
 """
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import PAGE
+from .library import kernels
 
 
 def reference(
@@ -60,3 +62,24 @@ def _(
     causal: bool,
 ) -> Tensor:
     return torch.empty_like(q)
+
+
+@draft_attention.register_kernel("cuda")
+def _(
+    q: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    page_table: Tensor,
+    length: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int,
+    causal: bool,
+) -> Tensor:
+    loaded = kernels("draft_attention")
+    if loaded is None or q.dtype != torch.bfloat16 or q.shape[3] not in (64, 128) or q.shape[1] > 64:
+        return reference(q, pool_k, pool_v, page_table, length, k, v, scale, window, causal)
+    evenly = v.stride(0) == v.shape[1] * v.stride(1) and v.stride()[2:] == (v.shape[3], 1) and v.stride(1) % 8 == 0
+    whole = (x.contiguous() for x in (q, pool_k, pool_v, page_table, length, k))
+    return loaded.draft_attention(*whole, v if evenly else v.contiguous(), scale, window, causal)

@@ -3,7 +3,9 @@
 Scores are q . row over L + R columns, values are the row's first L. Every node sees the whole prefix, and of the
 tree's rows those under its ancestor bits; without bits the rows are causal among themselves (a prefill chunk).
 Rows that are not committed live in `rows` only. fp32 softmax. Absorbed MLA: arXiv:2405.04434, section 2.1.
-On CUDA in bf16 with 512 + 64 columns the kernels of csrc/mla do it, once `runtime/build.py` has loaded them.
+On CUDA in bf16 with 512 + 64 columns the kernels of csrc/mla do it, once `runtime/build.py` has loaded them. They give
+the same bits for the same batch; where they cut a request's context, and so the rounding of its result, depends on the
+lengths of all requests beside it.
 """
 
 import torch
@@ -88,7 +90,7 @@ def _(
 
 @mla_schedule.register_kernel("cuda")
 def _(length: Tensor, nodes: int, heads: int) -> Tensor:
-    loaded = kernels()
+    loaded = kernels("mla_schedule")
     return loaded.mla_schedule(length, nodes, heads) if loaded else schedule_reference(length, nodes, heads)
 
 
@@ -104,7 +106,7 @@ def _(
     latent: int,
     scale: float,
 ) -> Tensor:
-    loaded = kernels()
+    loaded = kernels("mla_tree_verify")
     if loaded is None or q.dtype != torch.bfloat16 or (latent, q.shape[3]) != (512, 576):
         return verify_reference(q, pool, page_table, length, rows, ancestors, schedule, latent, scale)
     whole = (x if x is None else x.contiguous() for x in (q, pool, page_table, length, rows, ancestors))

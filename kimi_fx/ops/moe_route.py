@@ -1,11 +1,14 @@
 """Router of one expert layer: the experts each token visits, their weights, and the work list by expert.
 
 DeepSeek-V3's sigmoid router with one group of experts (arXiv:2412.19437, section 2.1.2): the bias chooses,
-the unbiased score weighs. It neither computes the logits nor runs an expert.
+the unbiased score weighs. It neither computes the logits nor runs an expert. On CUDA the kernels of csrc/moe do it for
+at most 32 of 1024 experts, once `runtime/build.py` has loaded them.
 """
 
 import torch
 from torch import Tensor
+
+from .library import kernels
 
 
 def reference(
@@ -35,9 +38,7 @@ def reference(
     return torch.where(valid, ids, -1).int(), weights, order.int(), offsets
 
 
-def fake(
-    logits: Tensor, bias: Tensor, valid: Tensor, k: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def fake(logits: Tensor, bias: Tensor, valid: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, experts = logits.shape
     return (
         logits.new_empty((tokens, k), dtype=torch.int32),
@@ -49,3 +50,11 @@ def fake(
 
 moe_route = torch.library.custom_op("kimi_fx::moe_route", reference, mutates_args=())
 moe_route.register_fake(fake)
+
+
+@moe_route.register_kernel("cuda")
+def _(logits: Tensor, bias: Tensor, valid: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loaded = kernels("moe_route")
+    if loaded is None or logits.dtype != torch.float32 or k > 32 or logits.shape[1] > 1024:
+        return reference(logits, bias, valid, k, scale)
+    return loaded.moe_route(logits.contiguous(), bias.contiguous(), valid.contiguous(), k, scale)

@@ -11,6 +11,8 @@ by length; stop strings are the host's. A row becomes a token in this order, in 
 5. temperature 0: the best id, the lowest on ties; else temperature, top-k, top-p, min-p and the keyed draw.
 
 A row with NaN or +inf, or with nothing above -inf after step 4, draws nothing and ends its request.
+On CUDA the kernels of csrc/round do it: the same ids but where two perturbed scores, or a mass and `top_p`, lie
+within rounding.
 """
 
 import math
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from ..config import TOP_LOGPROBS
 from .draw import best, draw, gumbel
+from .library import kernels
 
 RUNS, STOP, LENGTH, NON_FINITE = range(4)  # `finish`
 
@@ -197,3 +200,14 @@ def fake(
 
 sample_and_walk = torch.library.custom_op("kimi_fx::sample_and_walk", reference, mutates_args=())
 sample_and_walk.register_fake(fake)
+
+
+@sample_and_walk.register_kernel("cuda")
+def _(
+    logits: Tensor, token: Tensor, parent: Tensor, position: Tensor, active: Tensor, rows: int, *rest: Tensor
+) -> tuple[Tensor, ...]:
+    loaded = kernels("sample_and_walk")
+    if loaded is None or rows > 32 or logits.shape[2] > 32 * 8192:
+        return reference(logits, token, parent, position, active, rows, *rest)
+    first = (x.contiguous() for x in (logits.float(), token, parent, position, active))
+    return loaded.sample_and_walk(*first, rows, *(x.contiguous() for x in rest))

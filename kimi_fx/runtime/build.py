@@ -24,6 +24,7 @@ import torch
 from ..config import environment
 
 LIBRARY = "kimi_fx_cuda"  # also the namespace of its operators
+FOLDERS = (".", "common", "mla", "moe", "round")  # of csrc
 ARCHS = ("sm_80", "sm_90a", "sm_120")
 FLAGS = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL")
 
@@ -47,7 +48,7 @@ def build(archs: Sequence[str]) -> Path:
     nvcc = find_nvcc()
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     check_driver(version)
-    found = (source for folder in (".", "common", "mla") for source in (source_folder() / folder).iterdir())
+    found = (source for folder in FOLDERS for source in (source_folder() / folder).iterdir())
     sources = sorted(source for source in found if source.suffix in (".cu", ".cpp", ".h"))
     flags = [*FLAGS, *(f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}" for arch in archs)]
     key = hashlib.sha256("\n".join([version, torch.__version__, *flags]).encode())
@@ -67,7 +68,7 @@ def compile_library(nvcc: str, sources: list[Path], flags: list[str], library: P
     root = Path(torch.__file__).parent
 
     def compile_one(source: Path) -> str:
-        target = Path(work) / f"{source.stem}.o"
+        target = Path(work) / f"{source.parent.name}-{source.stem}.o"
         run([nvcc, *flags, f"-I{root / 'include'}", f"-I{source_folder()}", "-c", str(source), "-o", str(target)])
         return str(target)
 

@@ -1,0 +1,153 @@
+// A warp's 16 rows of the drafter's attention over one tile after another, on mma.sync m16n8k16.
+//
+// A tile is 64 keys, then 64 values, rows of Head columns in bf16. Chunks of 16 bytes are swizzled by row, so that 8
+// rows meet all banks.
+
+#pragma once
+
+#include "draft_attention.h"
+
+#include "common/ptx.h"
+
+namespace kimi_fx::round {
+
+constexpr int kPage = 64;  // keys of a page, and of a tile
+
+template <int Head>
+constexpr int kTileBytes = kPage * Head * 2;  // of keys, and of values
+
+__device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ inline void load_transposed(uint32_t (&r)[4], uint32_t at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+}
+
+__device__ inline uint32_t pack(float x, float y) {
+    __nv_bfloat162 two = __floats2bfloat162_rn(x, y);
+    return *reinterpret_cast<uint32_t*>(&two);
+}
+
+// Where a chunk of 8 columns lies in a tile.
+template <int Head>
+__device__ uint32_t chunk_at(uint32_t tile, int row, int chunk) {
+    return tile + row * Head * 2 + (chunk ^ row % 8) * 16;
+}
+
+// One warp's 16 rows: a lane has rows lane / 4 and 8 on, of each 8 columns two.
+template <int Head>
+struct WarpRows {
+    uint32_t q[Head / 16][4];
+    float o[Head / 8][4] = {};
+    float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};  // sum: of this lane's keys
+
+    // Rows past the last repeat it: they are computed and not written.
+    __device__ void read(const DraftParams& p, int b, int kv, int first, int rows) {
+        int lane = threadIdx.x % 32, group = p.H / p.KV;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int row = min(first + half * 8 + lane / 4, rows - 1);
+            const __nv_bfloat16* from =
+                p.q + ((int64_t(b) * p.S + row / group) * p.H + kv * group + row % group) * Head + lane % 4 * 2;
+#pragma unroll
+            for (int k = 0; k < Head / 16; ++k) {
+                q[k][half] = *reinterpret_cast<const uint32_t*>(from + k * 16);
+                q[k][half + 2] = *reinterpret_cast<const uint32_t*>(from + k * 16 + 8);
+            }
+        }
+    }
+
+    // A tile, of which rows see the keys from `low` on and under `high`.
+    template <bool Masked>
+    __device__ void attend(uint32_t tile, float scale_log2, int2 low, int2 high) {
+        int lane = threadIdx.x % 32;
+        // tiles lie at multiples of 256 bytes, so the next two chunks are an exclusive or away
+        uint32_t keys = chunk_at<Head>(tile, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+        uint32_t values = chunk_at<Head>(tile + kTileBytes<Head>, lane % 16, lane / 16);
+        float s[kPage / 8][4] = {};
+#pragma unroll
+        for (int k = 0; k < Head / 16; ++k) {
+#pragma unroll
+            for (int n = 0; n < kPage / 16; ++n) {
+                uint32_t b[4];
+                ptx::load_matrices(b, (keys ^ k * 32) + n * 16 * Head * 2);
+                multiply(s[2 * n], q[k], b[0], b[1]);
+                multiply(s[2 * n + 1], q[k], b[2], b[3]);
+            }
+        }
+        float peak[2] = {top[0], top[1]};
+#pragma unroll
+        for (int n = 0; n < kPage / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                s[n][i] *= scale_log2;
+                int key = n * 8 + lane % 4 * 2 + i % 2;
+                if (Masked && (key < (i < 2 ? low.x : low.y) || key >= (i < 2 ? high.x : high.y))) s[n][i] = -INFINITY;
+                peak[i / 2] = fmaxf(peak[i / 2], s[n][i]);
+            }
+        }
+        float shift[2], decay[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            peak[half] = fmaxf(peak[half], __shfl_xor_sync(~0u, peak[half], 1));
+            peak[half] = fmaxf(peak[half], __shfl_xor_sync(~0u, peak[half], 2));
+            shift[half] = peak[half] == -INFINITY ? 0 : peak[half];
+            decay[half] = ptx::exp2_fast(top[half] - shift[half]);
+            top[half] = peak[half];
+            sum[half] *= decay[half];
+        }
+#pragma unroll
+        for (int n = 0; n < kPage / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                s[n][i] = ptx::exp2_fast(s[n][i] - shift[i / 2]);
+                sum[i / 2] += s[n][i];
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < Head / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) o[n][i] *= decay[i / 2];
+        }
+#pragma unroll
+        for (int k = 0; k < kPage / 16; ++k) {
+            uint32_t weight[4] = {pack(s[2 * k][0], s[2 * k][1]), pack(s[2 * k][2], s[2 * k][3]),
+                                  pack(s[2 * k + 1][0], s[2 * k + 1][1]), pack(s[2 * k + 1][2], s[2 * k + 1][3])};
+#pragma unroll
+            for (int n = 0; n < Head / 16; ++n) {
+                uint32_t v[4];
+                load_transposed(v, (values ^ n * 32) + k * 16 * Head * 2);
+                multiply(o[2 * n], weight, v[0], v[1]);
+                multiply(o[2 * n + 1], weight, v[2], v[3]);
+            }
+        }
+    }
+
+    __device__ void write(const DraftParams& p, int64_t slot, int first, int rows) {
+        int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float total = sum[half] + __shfl_xor_sync(~0u, sum[half], 1);
+            total += __shfl_xor_sync(~0u, total, 2);
+            float scale = total > 0 ? 1 / total : 0;
+            int row = first + half * 8 + lane / 4;
+            if (row >= rows) continue;
+            if (lane % 4 == 0) p.partial_lse[slot * rows + row] = top[half] + log2f(total);
+            float* to = p.partial_o + (slot * rows + row) * Head + lane % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < Head / 8; ++n) {
+                *reinterpret_cast<float2*>(to + n * 8) =
+                    make_float2(o[n][half * 2] * scale, o[n][half * 2 + 1] * scale);
+            }
+        }
+    }
+};
+
+}  // namespace kimi_fx::round

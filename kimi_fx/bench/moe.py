@@ -1,0 +1,210 @@
+"""`kimi-fx bench moe`: the routed experts of one Kimi K2 rank, as microseconds a layer.
+
+A layer is everything from hidden states and router logits to the summed output, `moe_route` and `marlin_moe`, with
+weights of its own (random words are valid INT4) and its own draw of logits. The floor is the larger of two times: the
+experts that were hit read once at the card's read rate, and the products at its matrix rate, both measured in the
+same run. Plain PyTorch, which dequantises those experts and multiplies every token by each of them, runs in a few.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby, product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops.library import UNTRIED
+from ..ops.marlin import GROUP
+from ..ops.marlin_moe import marlin_moe
+from ..ops.moe_route import moe_route
+from ..runtime.build import load_kernels
+from .device import Cells, Rates, asked, heat_map, per_layer, rates, report, result
+from .record import say
+
+E, K, D = 384, 8, 7168  # Kimi K2
+SCALE = 2.827
+LAYERS, WEIGHT_BYTES = 8, 40e9  # at most, at least 4 layers
+VERIFY, PREFILL = [1, 8, 16, 32, 64, 128, 256], [512, 2048]
+ROUTINGS = ["uniform", "zipf"]
+DEFAULTS: dict[str, list[Any]] = {
+    "tokens": VERIFY,
+    "inner": [256],  # a rank's share of I = 2048: over 8 ranks
+    "routing": ["uniform"],
+    "peers": [16, 64],  # tokens at which plain PyTorch runs too, inner 256 and uniform
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    tokens: int
+    inner: int
+    routing: str
+
+    @property
+    def expert_bytes(self) -> int:
+        """Words of half a byte a weight and bf16 scales."""
+        return 3 * D * self.inner // 2 + 2 * 3 * D * self.inner // GROUP
+
+    @property
+    def operations(self) -> int:
+        return 2 * 3 * D * self.inner * self.tokens * K
+
+    def floor(self, hit: float, card: Rates) -> float:
+        """Seconds."""
+        return max(hit * self.expert_bytes / card.read, self.operations / card.matmul)
+
+
+STANDARD = [
+    *(Shape(tokens, 256, "uniform") for tokens in VERIFY + PREFILL),
+    *(Shape(tokens, 256, "zipf") for tokens in VERIFY),
+    *(Shape(tokens, inner, "uniform") for inner in (512, 1024, 2048) for tokens in (16, 64)),
+]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One layer's, packed; random."""
+
+    w13: Tensor  # [E, D/16, 4I] i32
+    s13: Tensor  # [E, D/32, 2I] bf16
+    w2: Tensor  # [E, I/16, 2D] i32
+    s2: Tensor  # [E, I/32, D] bf16
+
+
+@dataclass(frozen=True)
+class Layer:
+    experts: Experts
+    x: Tensor  # [T, D] bf16
+    logits: Tensor  # [T, E] f32
+
+
+def random_experts(inner: int) -> Experts:
+    def words(*size: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31, size, dtype=torch.int32, device="cuda")
+
+    def scales(*size: int) -> Tensor:
+        return torch.rand(size, dtype=torch.bfloat16, device="cuda") / 128
+
+    return Experts(
+        words(E, D // 16, 4 * inner),
+        scales(E, D // GROUP, 2 * inner),
+        words(E, inner // 16, 2 * D),
+        scales(E, inner // GROUP, D),
+    )
+
+
+def draw_logits(tokens: int, routing: str) -> Tensor:
+    """[T, E]: the K largest are experts drawn evenly, or with chances of 1, 1/2, 1/3 … in a random order."""
+    if routing == "uniform":
+        return torch.randn(tokens, E, device="cuda")
+    chance = 1 / (1 + torch.randperm(E, device="cuda"))
+    return chance.log() - torch.rand(tokens, E, device="cuda").clamp_min(1e-20).log().neg().log()  # Gumbel's
+
+
+def layers_of(s: Shape, experts: Sequence[Experts]) -> list[Layer]:
+    x = torch.randn(len(experts), s.tokens, D, device="cuda", dtype=torch.bfloat16)
+    return [Layer(e, row, draw_logits(s.tokens, s.routing)) for e, row in zip(experts, x, strict=True)]
+
+
+@dataclass(frozen=True)
+class Router:
+    """What all layers share."""
+
+    bias: Tensor  # [E]
+    valid: Tensor  # [T]
+
+    def __call__(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return moe_route(layer.logits, self.bias, self.valid, K, SCALE)
+
+
+def ours(layer: Layer, route: Router) -> Tensor:
+    _, weights, order, offsets = route(layer)
+    e = layer.experts
+    return marlin_moe(layer.x, e.w13, e.s13, e.w2, e.s2, weights, order, offsets)
+
+
+def plain(
+    x: Tensor,  # [T, D]
+    e: Experts,
+    hit: Tensor,  # [h] the experts that any token visits
+    mix: Tensor,  # [T, h] their weights
+) -> Tensor:
+    """The same amount of work in PyTorch; the words are read in the plain order, 8 inputs a word."""
+
+    def matrix(words: Tensor, scales: Tensor) -> Tensor:  # [h, in, out]
+        shifts = torch.arange(0, 32, 4, device="cuda").view(8, 1)
+        codes = words.view(E, -1, 1, scales.shape[2])[hit] >> shifts & 15
+        return ((codes - 8).view(len(hit), -1, GROUP, scales.shape[2]) * scales[hit].unsqueeze(2)).flatten(1, 2)
+
+    gate, up = (x @ matrix(e.w13, e.s13)).chunk(2, dim=2)
+    return torch.einsum("th,htd->td", mix, F.silu(gate) * up @ matrix(e.w2, e.s2))
+
+
+def peer(layers: Sequence[Layer], route: Router) -> float:
+    """Seconds a layer; the first layer's routing serves all, known beforehand."""
+    ids, weights, _, _ = route(layers[0])
+    mix = torch.zeros_like(layers[0].logits).scatter_(1, ids.long(), weights)
+    hit = mix.any(0).nonzero().squeeze(1)
+    compiled = torch.compile(plain)
+    mix = mix[:, hit].bfloat16()
+    return per_layer(lambda layer: compiled(layer.x, layer.experts, hit, mix), layers[:4])
+
+
+def measure(shapes: Sequence[Shape], peers: Sequence[int]) -> dict[str, Any]:
+    load_kernels(torch.device("cuda"))
+    UNTRIED.clear()
+    torch.manual_seed(0)
+    card = rates()
+    cells: Cells = []
+    for inner, alike in groupby(shapes, lambda s: s.inner):
+        torch.cuda.empty_cache()  # blocks of another width
+        same = list(alike)
+        count = max(4, min(LAYERS, int(WEIGHT_BYTES / (E * same[0].expert_bytes))))
+        cells += measure_width(same, [random_experts(inner) for _ in range(count)], card, peers)
+    return result(card, cells)
+
+
+def measure_width(
+    shapes: Sequence[Shape], experts: Sequence[Experts], card: Rates, peers: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    bias = torch.zeros(E, device="cuda")
+    for s in shapes:
+        layers = layers_of(s, experts)
+        route = Router(bias, torch.ones(s.tokens, dtype=torch.bool, device="cuda"))
+        hit = sum(int((route(layer)[3].diff() > 0).sum()) for layer in layers) / len(layers)
+        routing = per_layer(route, layers)
+        seconds = per_layer(partial(ours, route=route), layers)
+        floor = s.floor(hit, card)
+        cell = asdict(s) | {"width": f"{s.inner} {s.routing}", "layers": len(layers), "experts": hit}
+        cell |= {"us": seconds * 1e6, "route us": routing * 1e6, "floor us": floor * 1e6, "over floor": seconds / floor}
+        cell |= {"GB/s": hit * s.expert_bytes / seconds / 1e9, "TFLOP/s": s.operations / seconds / 1e12}
+        if s.tokens in peers and (s.inner, s.routing) == (256, "uniform"):
+            slow = peer(layers, route)
+            cell |= {"compiled torch us": slow * 1e6, "torch over ours": slow / seconds}
+        say(f"{s.tokens} tokens, inner {s.inner}, {s.routing}: {seconds * 1e6:.1f} us")
+        yield cell
+
+
+def chosen(given: dict[str, list[str]]) -> tuple[list[Shape], list[int]]:
+    """What to measure, and at which tokens the peer runs; without lists the standard cells."""
+    peers = [int(n) for n in given.pop("peers", DEFAULTS["peers"])]
+    if not given:
+        return STANDARD, peers
+    lists = DEFAULTS | given
+    if not set(lists["routing"]) <= set(ROUTINGS):
+        raise ValueError(f"routing takes some of {', '.join(ROUTINGS)}, found {', '.join(lists['routing'])}.")
+    keys = ("inner", "routing", "tokens")
+    return [Shape(int(t), int(i), r) for i, r, t in product(*(lists[key] for key in keys))], peers
+
+
+def run(overrides: Sequence[str]) -> int:
+    """Takes `tokens=[16,64] inner=[256] routing=[uniform,zipf] peers=[]`, and `folder=` for JSON and picture."""
+    given, folder = asked("moe", list(DEFAULTS), overrides)
+    found = measure(*chosen(given))
+    heads = ["tokens", "inner", "routing", "experts", "us", "route us", "floor us", "over floor", "GB/s", "TFLOP/s"]
+    heads += ["compiled torch us", "torch over ours"]
+    report("moe", found, heads, heat_map(found["cells"], "width", "tokens"), folder, f"4 to {LAYERS} layers in a graph")
+    return 0
