@@ -17,6 +17,7 @@ USAGE = """usage: kimi-fx <command> [key=value …]
   generate   prompt="…" | prompts=FILE | ids=[…] | messages='[…]'   text as it comes, or output=json
   validate   the same prompts: speculation against plain decoding, reference against kernels
   inspect    target=FOLDER drafter=FOLDER   check a checkpoint without loading it
+  warmup     compile every step of a configuration into the artefact store, ahead of use
   config     print every key with its value, type and origin
   bench      demo | acceptance | cpu | mla   [prompts=FILE] [budgets=[7,15]]
   build      [arch=sm_80,sm_90a,sm_120]   compile the CUDA kernels
@@ -132,6 +133,12 @@ def inspect(overrides: Sequence[str]) -> int:
     return 0
 
 
+def warmup(overrides: Sequence[str]) -> int:
+    from .warmup import command
+
+    return command(overrides)
+
+
 def config(overrides: Sequence[str]) -> int:
     from .compose import format_config
 
@@ -155,6 +162,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "generate": generate,
     "validate": validate,
     "inspect": inspect,
+    "warmup": warmup,
     "config": config,
     "bench": bench,
     "build": build,

@@ -9,6 +9,7 @@ is here. It does not compose YAML (see `compose.py`), does not look at devices, 
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -167,6 +168,12 @@ class Run:
     """Prompt tokens prefilled at once at most."""
     threads: int | None = None
     """CPU threads; null: as torch finds them."""
+    compile: bool | None = False
+    """Run every step as one function compiled ahead, see `kimi-fx warmup`; null: on CUDA."""
+    nodes: tuple[int, ...] | None = None
+    """Nodes a round is compiled for, of 1, 8, 16, 32, 64, 128; null: 1 and what step.budget needs."""
+    require_warm: bool = False
+    """Refuse to compile: all that run.compile needs must be in the artefact store."""
     trace: str | None = None
     """File that gets one JSON line a request and round: tree, accepted path, tokens; keys in `runtime/trace.py`."""
 
@@ -300,6 +307,21 @@ def environment(name: str) -> str | None:
     return os.environ.get(name)
 
 
+@contextmanager
+def with_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These variables inside the block; afterwards as before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 LIMITS = {  # for a list or map: each number in it
     "target.lora_norm_eps": Range(0, above=True),
     "drafter.window": Range(1),
@@ -329,6 +351,7 @@ LIMITS = {  # for a list or map: each number in it
     "run.batch": Range(1, 64),
     "run.chunk": Range(1, 4096),
     "run.threads": Range(1, 1024),
+    "run.nodes": Range(1, NODE_BUCKETS[-1]),
     "ids": Range(0),
     "limit": Range(1),
     "budgets": Range(0, MAX_BUDGET),

@@ -15,17 +15,20 @@ import torch
 
 from .admit import complete, longest, plan, token_limit
 from .compose import load_config, sampling_from
-from .config import NODE_BUCKETS, Config, Mode, SamplingParams
+from .config import Config, Mode, SamplingParams
 from .graphs.pytree import tree_map
-from .graphs.state import Emitted, Shape, empty_pool, empty_state, slots
+from .graphs.state import empty_pool, empty_state, slots
 from .graphs.step import ddtree_step, prefill_step
 from .ops import REFERENCE
 from .prompts import Prompts, to_ids
 from .request import Plan, Request, results_of
 from .results import Delta, TokenLogprob
+from .runtime.buckets import shape_for
+from .runtime.flight import Flight, copied
 from .runtime.load import Loaded, load, prepare
 from .runtime.pages import Pages, pages_for
-from .runtime.slots import move, seat
+from .runtime.rounds import Rounds, wanted
+from .runtime.slots import move, seat, vacate
 from .runtime.trace import Trace
 from .text import TextStream
 
@@ -39,9 +42,11 @@ class Engine:
 
     def __init__(self, config: Config, loaded: Loaded) -> None:
         self.config, self.loaded, self.model = config, loaded, loaded.model
-        self.backend = f"{loaded.device.type} {'reference' if loaded.model.ops is REFERENCE else 'kernels'}"
         self.max_len = longest(config, self.model)
         self.plan = plan(config, self.model, config.step.mode, config.step.budget)
+        self.rounds = Rounds(config, loaded, self.plan) if wanted(config, loaded.device) else None
+        way = "compiled" if self.rounds else "reference" if loaded.model.ops is REFERENCE else "kernels"
+        self.backend = f"{loaded.device.type} {way}"
         batch, table = config.run.batch, pages_for(self.max_len)
         total = pages_for(config.cache.tokens) if config.cache.tokens else batch * table
         with torch.inference_mode(False):  # both are written in place, whoever calls
@@ -53,6 +58,8 @@ class Engine:
         self.seated: list[Request] = []  # slot i is row i of the state
         self.inbox: dict[int, deque[Delta]] = {}  # of requests whose deltas a `generate` collects
         self.names = count()
+        self.flights: deque[Flight] = deque()  # launched, not read
+        self.lag = 1 if self.rounds and self.rounds.graphs else 0  # rounds that the host reads behind the device
         self.trace = Trace(config.run.trace) if config.run.trace is not None else None
 
     @classmethod
@@ -68,7 +75,10 @@ class Engine:
         """As `load`, from a configuration; `check` sees the engine before the weights are read, and may raise."""
         engine = cls(config, prepare(config))
         check(engine)
-        engine.loaded = load(config, engine.loaded, progress)
+        with torch.inference_mode(False), torch.no_grad():
+            engine.loaded = load(config, engine.loaded, progress)
+            if engine.rounds:
+                engine.rounds.load_all(engine.loaded.params, engine.pool, engine.state)
         return engine
 
     def add(
@@ -98,12 +108,13 @@ class Engine:
         """
         self.stepping, deltas = True, []
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(self.rounds is None), torch.no_grad():
                 self._admit()
                 deltas += self._prefill()
                 deltas += self._round()
         except BaseException:
             deltas += [r.delta(reason="error", stop="a step failed") for r in self.seated if r.finish is None]
+            self.flights.clear()
             raise
         finally:
             self.stepping = False
@@ -241,45 +252,55 @@ class Engine:
         chunk = request.prompt[request.prefilled :][: self.config.run.chunk]
         final = request.prefilled + len(chunk) == len(request.prompt)
         row = tree_map(lambda leaf: leaf[slot : slot + 1], self.state)
-        _, emitted = prefill_step(
-            self.loaded.params, self.pool, row,
-            torch.tensor([chunk], device=device), torch.tensor([len(chunk)], device=device),
-            torch.tensor([final], device=device), self.model,
-        )  # fmt: skip
+        if self.rounds:
+            emitted = self.rounds.prefill(self.loaded.params, self.pool, row, chunk, final)
+        else:
+            _, emitted = prefill_step(
+                self.loaded.params, self.pool, row,
+                torch.tensor([chunk], device=device), torch.tensor([len(chunk)], device=device),
+                torch.tensor([final], device=device), self.model,
+            )  # fmt: skip
         request.prefilled += len(chunk)
-        return [] if request.prefilling else self._absorb([(0, request)], emitted, decoding=False)
+        return [] if request.prefilling else self._land(Flight([(0, request)], emitted, decoding=False))
 
     def _round(self) -> list[Delta]:
         taking_part = [(i, r) for i, r in enumerate(self.seated) if not r.prefilling and r.finish is None]
         if not taking_part:
-            return []
-        state = slots(self.state, len(self.seated))
-        shape = self._shape([r.plan for _, r in taking_part])
-        _, tree, emitted = ddtree_step(self.loaded.params, self.pool, state, shape, self.model)
-        deltas = self._absorb(taking_part, emitted, decoding=True)
-        if self.trace:
-            self.trace.write(taking_part, tree, emitted)
-        for i, request in taking_part:
-            if request.fruitless == self.config.step.give_up:
-                request.stop_drafting()
-                self.state.budget[i] = 0
+            return self._land()
+        shape = shape_for(self.config, self.model, len(self.seated), [r.plan for _, r in taking_part])
+        came = self.rounds.decode(shape, self.loaded.params, self.pool, self.state) if self.rounds else None
+        eager = came is None
+        if came is None:
+            came = ddtree_step(self.loaded.params, self.pool, slots(self.state, shape.batch), shape, self.model)
+        return self._land(Flight(taking_part, came[2], came[1] if self.trace else None, eager=eager))
+
+    def _land(self, flight: Flight | None = None) -> list[Delta]:
+        """Read all that was launched but the last `lag` steps; everything where nothing new is launched."""
+        deltas: list[Delta] = []
+        if flight:
+            self.flights.append(copied(flight) if self.lag else flight)
+        while len(self.flights) > (self.lag if flight else 0):
+            deltas += self._absorb(self.flights.popleft())
         return deltas
 
-    def _shape(self, plans: list[Plan]) -> Shape:
-        nodes = next(n for n in NODE_BUCKETS if n > max(p.budget for p in plans))
-        width = min(nodes - 1, self.model.target.V) if max(p.width for p in plans) > 1 else 1
-        block = self.config.step.block or (self.model.drafter.block if self.model.drafter else 1)
-        return Shape(len(self.seated), nodes, block if nodes > 1 else 1, width)
-
-    def _absorb(self, rows: list[tuple[int, Request]], emitted: Emitted, decoding: bool) -> list[Delta]:
-        e: Any = tree_map(lambda leaf: leaf.tolist(), emitted)
+    def _absorb(self, flight: Flight) -> list[Delta]:
+        if flight.arrived:
+            flight.arrived.synchronize()
+        e: Any = tree_map(lambda leaf: leaf.tolist(), flight.emitted)
+        rows = [(i, r) for i, r in flight.rows if r.finish is None]  # others ended on the host meanwhile
         deltas = []
         for i, request in rows:
             n = e.count[i]
             wanted = range(n if request.params.logprobs is not None else 0)
             logprobs = [self._logprob(request, e, i, j) for j in wanted]
-            delta = request.absorb(e.tokens[i][:n], e.finish[i], logprobs, e.nodes[i] if decoding else 0)
-            deltas.append(delta)
+            nodes = e.nodes[i] if flight.decoding else 0
+            deltas.append(request.absorb(e.tokens[i][:n], e.finish[i], logprobs, nodes, flight.eager))
+        if self.trace and flight.tree:
+            self.trace.write(rows, flight.tree, flight.emitted)
+        for slot, request in enumerate(self.seated):
+            if request.fruitless == self.config.step.give_up and request.gave_up is None:
+                request.stop_drafting()
+                self.state.budget[slot] = 0
         return deltas
 
     def _logprob(self, request: Request, e: Any, i: int, j: int) -> TokenLogprob:
@@ -297,7 +318,7 @@ class Engine:
                 if i < len(self.seated):
                     self.seated[i] = last
                     move(self.state, len(self.seated), i)
-                self.state.active[len(self.seated)] = False
+                vacate(self.state, len(self.seated))
 
     def _collect(self, requests: list[Request]) -> Iterator[Delta]:
         inbox: deque[Delta] = deque()

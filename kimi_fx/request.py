@@ -42,6 +42,7 @@ class Request:
     finish: FinishReason | None = None
     emitted: list[int] = field(default_factory=list)  # tokens that each verify step added
     nodes: int = 0  # verified in all steps, roots included
+    eager: int = 0  # verify steps that ran operator by operator
     fruitless: int = 0  # steps in a row whose drafts were all rejected
     gave_up: int | None = None  # the step after which it stopped drafting
     born: float = field(default_factory=time.perf_counter)
@@ -61,7 +62,9 @@ class Request:
         """Go on plainly: its drafts have not been accepted for long."""
         self.gave_up, self.plan = len(self.emitted), replace(self.plan, budget=0)
 
-    def absorb(self, tokens: Sequence[int], code: int, logprobs: Sequence[TokenLogprob], nodes: int) -> Delta:
+    def absorb(
+        self, tokens: Sequence[int], code: int, logprobs: Sequence[TokenLogprob], nodes: int, eager: bool
+    ) -> Delta:
         """Take what the device emitted, after a step that verified `nodes` nodes (0: the prefill).
 
         A stop string may cut the tokens short and end the request here.
@@ -80,6 +83,7 @@ class Request:
         self.ids.extend(tokens)
         if nodes:
             self.nodes += nodes
+            self.eager += eager
             self.emitted.append(len(tokens))
             self.fruitless = self.fruitless + 1 if nodes > 1 and len(tokens) == 1 else 0
         else:
@@ -126,7 +130,7 @@ class Request:
             prompt_tokens_per_second=len(self.prompt) / max(first - started, 1e-9),
             total_time=now - self.born,
             kv_tokens=len(self.prompt) + max(len(self.ids) - 1, 0),
-            eager_steps=steps,
+            eager_steps=self.eager,
             backend=self.backend,
         )
 

@@ -62,8 +62,9 @@ def validate(overrides: Sequence[str]) -> int:
     runs: dict[str, list[Result]] = {
         mode: engine.generate(prompts, params, mode=mode, budget=budgets.get(mode)) for mode in modes
     }
-    if loaded.model.ops is not REFERENCE:
-        plain = Engine(config, replace(loaded, model=replace(loaded.model, ops=REFERENCE)))
+    if engine.rounds or loaded.model.ops is not REFERENCE:
+        eager = replace(config, run=replace(config.run, compile=False))
+        plain = Engine(eager, replace(loaded, model=replace(loaded.model, ops=REFERENCE)))
         runs["reference"] = plain.generate(prompts, params, mode="plain")
     exact = loaded.dtype == torch.float32
     verdicts = [v for what in list(runs)[1:] for v in judge(what, runs["plain"], runs[what], exact)]
@@ -76,7 +77,7 @@ def validate(overrides: Sequence[str]) -> int:
 
 def comparable(engine: Engine, prompts: list[Any], params: list[dict[str, Any]]) -> None:
     """Raises ValueError where there is nothing to compare, or a prompt that cannot run."""
-    if engine.model.drafter is None and engine.model.ops is REFERENCE:
+    if engine.model.drafter is None and engine.model.ops is REFERENCE and not engine.rounds:
         raise ValueError("There is nothing to compare plain decoding with: validate needs a drafter, or a CUDA device.")
     engine.check(prompts, params)
 

@@ -437,7 +437,7 @@ def test_table_of_keys_is_the_dataclasses() -> None:
     types = {
         "str | None": "str or null", "float | None": "finite float or null", "int | None": "int or null",
         "<class 'float'>": "finite float", "<class 'int'>": "int",
-        "<class 'bool'>": "bool", "<class 'str'>": "str",
+        "<class 'bool'>": "bool", "bool | None": "bool or null", "<class 'str'>": "str",
         "tuple[str, ...]": "list of str", "tuple[int, ...]": "list of int",
         "tuple[int, ...] | None": "list of int or null",
         "dict[int, float] | None": "map of int to finite float or null",

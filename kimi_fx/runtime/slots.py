@@ -19,6 +19,12 @@ def move(state: StepState, source: int, to: int) -> None:
         tree_map(lambda leaf: leaf[to].copy_(leaf[source]), state)
 
 
+def vacate(state: StepState, slot: int) -> None:
+    """Make a row padding: it decodes nothing and reads no page."""
+    state.active[slot] = False
+    state.length[slot] = 0
+
+
 def _row(state: StepState, request: Request, stop_ids: tuple[int, ...]) -> StepState:
     p, vocab = request.params, state.sampling.counts.shape[1]
     table = torch.zeros(state.page_table.shape[1], dtype=torch.int32)

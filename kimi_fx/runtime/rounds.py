@@ -1,0 +1,138 @@
+"""The compiled steps of one engine: found in the artefact store or built, loaded, on CUDA captured, and run.
+
+A bucket is made ready when first needed, or all that the store has at once by `load_all`. What no bucket holds is the
+engine's to run operator by operator.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..config import Config
+from ..graphs.params import Params
+from ..graphs.state import Emitted, KVPool, Shape, StepState, slots
+from ..ops import KERNELS
+from ..request import Plan
+from .buckets import Bucket, Chunk, buckets, fit, name
+from .build import cache_folder
+from .capture import Graphs
+from .compiled import Arguments, Step, compile_step, example, load_step, signature
+from .ingredients import ingredients
+from .load import Loaded
+from .store import Store, told
+
+
+def wanted(config: Config, device: torch.device) -> bool:
+    """Whether steps run compiled. Raises ValueError where that was asked for and cannot be."""
+    if config.run.compile and config.ops == "reference":
+        raise ValueError("run.compile=true compiles the operators' kernels and ops=reference avoids them: choose one.")
+    return device.type == "cuda" and config.ops == "auto" if config.run.compile is None else config.run.compile
+
+
+class Rounds:
+    """Callables by bucket, over one pool and one state. ValueError if run.require_warm finds something cold."""
+
+    def __init__(self, config: Config, loaded: Loaded, plan: Plan) -> None:
+        self.model = replace(loaded.model, ops=KERNELS)
+        self.buckets = buckets(config, self.model, plan)
+        with told("in the user's cache"):
+            self.store = Store(cache_folder(), ingredients(self.model, loaded.dtype, loaded.device))
+        self.graphs = Graphs(loaded.device) if loaded.device.type == "cuda" else None
+        self.may_build = not config.run.require_warm
+        self.steps: dict[Bucket, Step] = {}
+        self.calls: dict[Shape, Callable[[], Any]] = {}  # over the engine's own buffers
+        if not self.may_build and (cold := self.cold()):
+            raise ValueError(f"run.require_warm=true, but {self.lack(cold)}: run kimi-fx warmup with these settings.")
+
+    def decode(self, shape: Shape, params: Params, pool: KVPool, state: StepState) -> Any:
+        """One round of the first slots, as `ddtree_step` gives it but of as many slots as the bucket has, those beyond
+        the seated ones being padding. None where no bucket holds the shape."""
+        bucket = fit(shape, self.buckets)
+        return bucket and self.call(bucket, params, pool, state)()
+
+    def call(self, bucket: Shape, params: Params, pool: KVPool, state: StepState) -> Callable[[], Any]:
+        """The bucket's round over these buffers, always the same ones."""
+        if bucket not in self.calls:
+            arguments = (params, pool, slots(state, bucket.batch), bucket, self.model)
+            call = partial(self.step(bucket, arguments), *arguments)
+            self.calls[bucket] = self.graphs.capture(call) if self.graphs else call
+        return self.calls[bucket]
+
+    def prefill(self, params: Params, pool: KVPool, row: StepState, tokens: Sequence[int], final: bool) -> Emitted:
+        """One chunk of one slot's prompt."""
+        bucket, device = fit(Chunk(len(tokens)), self.buckets), row.anchor.device
+        assert bucket is not None  # no chunk is longer than run.chunk
+        padded = torch.tensor([[*tokens, *[0] * (bucket.tokens - len(tokens))]], device=device)
+        count, last = torch.tensor([len(tokens)], device=device), torch.tensor([final], device=device)
+        arguments = (params, pool, row, padded, count, last, self.model)
+        _, emitted = self.step(bucket, arguments)(*arguments)
+        return emitted
+
+    def load_all(self, params: Params, pool: KVPool, state: StepState) -> None:
+        """Make ready what the store has, largest first, so that later captures find memory; say what it lacks."""
+        cold = self.cold()
+        if cold:
+            takes = duration(self.store.pace())
+            say(f"{self.lack(cold)}: each is compiled when first needed and takes {takes}, or ahead by kimi-fx warmup.")
+        for bucket in self.buckets:
+            if isinstance(bucket, Shape) and bucket not in cold:
+                self.call(bucket, params, pool, state)
+            elif bucket not in cold:
+                self.step(bucket, (params, pool, slots(state, 1)))
+
+    def step(self, bucket: Bucket, arguments: Arguments) -> Step:
+        """The bucket's function, which takes arguments like these: loaded, tried, built if it has to be."""
+        if bucket not in self.steps:
+            idle = example(bucket, arguments[0], self.model)
+            entry = self.store.entry(name(bucket)) or self.build(bucket, idle)
+            for compiled, found in zip(entry["arguments"], signature(arguments), strict=True):
+                if compiled != found:
+                    where = self.store.folder
+                    raise RuntimeError(f"{name(bucket)} takes {compiled} and was given {found}: delete {where}.")
+            with self.store.kernel_folder() as kernels:
+                self.steps[bucket] = load_step(self.store.code(name(bucket)), idle, kernels)
+            if self.graphs:
+                self.graphs.warm(partial(self.steps[bucket], *idle))
+        return self.steps[bucket]
+
+    def build(self, bucket: Bucket, idle: Arguments) -> dict[str, Any]:
+        """Compile a bucket into the store, unless another process has by now; its entry."""
+        if not self.may_build:
+            raise RuntimeError(f"run.require_warm=true, but {name(bucket)} is gone from {self.store.folder}.")
+        say(f"compiling {name(bucket)}, which takes {duration(self.store.pace())}")
+        with self.store.building():
+            if entry := self.store.entry(name(bucket)):
+                return entry
+            start = time.monotonic()
+            code = compile_step(bucket, idle, self.store.inductor)
+            seconds = round(time.monotonic() - start, 1)
+            self.store.add(name(bucket), code, seconds=seconds, arguments=signature(idle))
+        entry = self.store.entry(name(bucket))
+        assert entry is not None
+        return entry
+
+    def cold(self) -> list[Bucket]:
+        """Buckets that the store lacks."""
+        return [bucket for bucket in self.buckets if self.store.entry(name(bucket)) is None]
+
+    def lack(self, cold: Sequence[Bucket]) -> str:
+        """What is cold, and why."""
+        count = f"{len(cold)} of {len(self.buckets)} compiled steps"
+        return f"{count} are not in {self.store.folder} ({name(cold[-1])}, …; {self.store.why_cold()})"
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def duration(pace: float | None) -> str:
+    return "up to some minutes" if pace is None else f"about {clock(pace)}"
+
+
+def clock(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,186 @@
+"""The artefact store: compiled functions on disk, in one folder for each set of ingredients that can change them.
+
+    <cache>/<torch>-<cuda>-<triton>-<arch>-tp<ranks>-<fingerprint>/
+        manifest.json    the ingredients
+        inductor/        Inductor's own cache: kernels, their sources
+        <name>.aot       one function
+        <name>.json      its checksums, those of the kernels made with it, seconds it took; written last
+
+Files appear whole or not at all, and one process at a time builds. A folder may be copied to an equal machine.
+Knows files only, not what is in them.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+LABEL = ("torch", "cuda", "triton", "arch")  # ingredients that the folder's name shows
+ADVICE = "set KIMI_FX_CACHE to another folder, or run.compile=false to do without"
+REASONS = {
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), f"cannot be written, {ADVICE}"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"is on a full disk, free some space, {ADVICE}"),
+}
+
+
+class StoreError(RuntimeError):
+    """The store cannot be read or written; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """One folder of the cache. Nothing is created before something is built."""
+
+    root: Path
+    ingredients: Mapping[str, str]
+
+    @property
+    def folder(self) -> Path:
+        named = (self.ingredients[key].replace(" ", "_") for key in LABEL)
+        return self.root / "-".join([*named, f"tp{self.ingredients['tp']}", fingerprint(self.ingredients)])
+
+    @property
+    def inductor(self) -> Path:
+        return self.folder / "inductor"
+
+    def code(self, name: str) -> Path:
+        return self.folder / f"{name}.aot"
+
+    def entry(self, name: str) -> dict[str, Any] | None:
+        """What `add` noted, if the function is here and sound; damaged files are removed with a warning."""
+        note = self.folder / f"{name}.json"
+        if not note.exists():
+            return None
+        entry = read_json(note)
+        files = entry.get("files", {})
+        damaged = [file for file, digest in files.items() if checksum(self.folder / file) != digest]
+        if files and not damaged:
+            return entry
+        warn(f"{self.folder / (*damaged, note.name)[0]} is damaged or gone: {name} has to be built again.")
+        with told(self.folder):
+            for file in (note.name, *damaged):
+                (self.folder / file).unlink(missing_ok=True)
+        return None
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """The only builder of this folder, once others are done. StoreError where the folder cannot be written."""
+        with told(self.folder):
+            self.inductor.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "lock").open("w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    warn(f"waiting for another process that is building in {self.folder}")
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                if not (self.folder / MANIFEST).exists():
+                    write(self.folder / MANIFEST, json.dumps(dict(self.ingredients), indent=1).encode())
+                yield
+
+    def add(self, name: str, code: bytes, **notes: Any) -> None:
+        """Keep a function, the checksums of all kernels that no other one has, and the notes; only while `building`."""
+        write(self.code(name), code)
+        claimed = {file for note in self.folder.glob("*.json") for file in read_json(note).get("files", {})}
+        kernels = (f for f in self.inductor.rglob("*") if f.is_file() and f.suffix not in (".lock", ".tmp"))
+        brought = {f.relative_to(self.folder).as_posix() for f in kernels} - claimed
+        files = {file: checksum(self.folder / file) for file in (self.code(name).name, *sorted(brought))}
+        write(self.folder / f"{name}.json", json.dumps(notes | {"files": files}, indent=1).encode())
+
+    @contextmanager
+    def kernel_folder(self) -> Iterator[Path]:
+        """Inductor's cache to load from: a copy where the store is read-only, as Inductor locks what it reads."""
+        if os.access(self.folder, os.W_OK):
+            yield self.inductor
+            return
+        with tempfile.TemporaryDirectory() as copy:
+            yield Path(shutil.copytree(self.inductor, Path(copy) / "inductor"))
+
+    def why_cold(self) -> str:
+        """How this folder came to lack something: the nearest folder of the cache, and what differs there."""
+        if (self.folder / MANIFEST).exists():
+            return "only the shapes are new"
+        found = {other.parent.name: read_json(other) for other in self.root.glob(f"*/{MANIFEST}")}
+        apart = {name: difference(self.ingredients, theirs) for name, theirs in found.items() if theirs}
+        if not apart:
+            return f"nothing is in {self.root}"
+        nearest = min(apart, key=lambda name: len(apart[name]))
+        first, more = apart[nearest][0], len(apart[nearest]) - 1
+        return f"the nearest folder, {nearest}, differs in {first}" + (f" and {more} more" if more else "")
+
+    def pace(self) -> float | None:
+        """Seconds a build took on average, here or else anywhere in the cache."""
+        for notes in (self.folder.glob("*.json"), self.root.glob("*/*.json")):
+            known = [entry["seconds"] for entry in map(read_json, notes) if "seconds" in entry]
+            if known:
+                return sum(known) / len(known)
+        return None
+
+
+def fingerprint(ingredients: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(dict(ingredients), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """A phrase for each ingredient that differs."""
+    keys = [key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)]
+    return [f"{key} ({theirs.get(key, 'nothing')} there, {ours.get(key, 'nothing')} here)" for key in sorted(keys)]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object, empty where it cannot be read."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def checksum(file: Path) -> str:
+    """SHA-256 of a file; empty where there is none."""
+    try:
+        with file.open("rb") as data:
+            return hashlib.file_digest(data, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def write(file: Path, data: bytes) -> None:
+    """The file appears whole, or not at all."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as temporary:
+        try:
+            temporary.write(data)
+            temporary.flush()
+            os.fsync(temporary.fileno())
+            os.replace(temporary.name, file)
+        except BaseException:
+            os.unlink(temporary.name)
+            raise
+
+
+@contextmanager
+def told(folder: Path | str) -> Iterator[None]:
+    """A StoreError with a sentence for what a disk can refuse, however deep the error lies."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            code = errno.ENOSPC if os.strerror(errno.ENOSPC) in str(cause) else getattr(cause, "errno", None)
+            if code in REASONS:
+                raise StoreError(f"The artefact store {folder} {REASONS[code]} ({os.strerror(code)}).") from error
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+def warn(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

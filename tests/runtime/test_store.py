@@ -1,0 +1,172 @@
+"""The artefact store with bytes for functions: whole or absent, checked, shared, copied, and in words."""
+
+import errno
+import json
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kimi_fx.runtime.store import Store, StoreError, told, write
+
+WORDS = {"torch": "2.13.0", "cuda": "13.0", "triton": "3.6.0", "arch": "sm_90", "tp": "1", "dtype": "bfloat16"}
+CODE = b"code" * 1000
+
+
+def fill(store: Store, name: str = "round", seconds: float = 40.0) -> Store:
+    with store.building():
+        (store.inductor / "ab").mkdir(exist_ok=True)
+        (store.inductor / "ab" / f"{name}.so").write_bytes(b"kernel" * 100)
+        (store.inductor / "ab" / f"{name}.lock").touch()
+        store.add(name, CODE, seconds=seconds, arguments=["float32 [2]"])
+    return store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return fill(Store(tmp_path, WORDS))
+
+
+def test_the_folder_says_what_it_is_for(tmp_path: Path) -> None:
+    store = Store(tmp_path, WORDS)
+    assert store.folder.name.startswith("2.13.0-13.0-3.6.0-sm_90-tp1-")
+    assert Store(tmp_path, dict(reversed(WORDS.items()))).folder == store.folder
+    assert all(Store(tmp_path, WORDS | {key: "other"}).folder != store.folder for key in WORDS)
+    assert store.entry("round") is None and not store.folder.exists()  # looking creates nothing
+
+
+def test_what_was_added_is_there(store: Store) -> None:
+    again = Store(store.root, dict(WORDS))
+    entry = again.entry("round")
+    assert entry is not None and entry["seconds"] == 40.0 and entry["arguments"] == ["float32 [2]"]
+    assert sorted(entry["files"]) == ["inductor/ab/round.so", "round.aot"]
+    assert again.code("round").read_bytes() == CODE and again.entry("other") is None
+    assert json.loads((again.folder / "manifest.json").read_text()) == WORDS
+    assert not list(store.root.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("file", ["round.aot", "inductor/ab/round.so", "round.json"])
+@pytest.mark.parametrize("harm", ["cut", "changed", "gone"])
+def test_a_damaged_entry_is_built_again_with_a_warning(store: Store, capsys: Any, file: str, harm: str) -> None:
+    fill(store, "sound")
+    victim = store.folder / file
+    if harm == "gone":
+        victim.unlink()
+    else:
+        data = victim.read_bytes()
+        victim.write_bytes(data[:-7] if harm == "cut" else b"\0" + data[1:])
+    assert store.entry("round") is None
+    said = capsys.readouterr().err
+    warned = f"{victim} is damaged or gone: round has to be built again" in said
+    assert warned != ((file, harm) == ("round.json", "gone"))
+    assert store.entry("round") is None and not capsys.readouterr().err  # said once
+    assert store.entry("sound") is not None
+    assert fill(store).entry("round") is not None
+
+
+def test_a_copy_elsewhere_is_as_good(store: Store, tmp_path: Path) -> None:
+    shutil.copytree(store.root, tmp_path / "copy")
+    assert Store(tmp_path / "copy", WORDS).entry("round") is not None
+
+
+def test_a_miss_names_the_ingredient(store: Store, tmp_path: Path) -> None:
+    assert Store(tmp_path / "none", WORDS).why_cold() == f"nothing is in {tmp_path / 'none'}"
+    assert store.why_cold() == "only the shapes are new"
+    fill(Store(store.root, WORDS | {"torch": "2.11.0", "tp": "8"}))
+    other = Store(store.root, WORDS | {"dtype": "float32"})
+    assert other.why_cold() == (
+        f"the nearest folder, {store.folder.name}, differs in dtype (bfloat16 there, float32 here)"
+    )
+    new = Store(store.root, WORDS | {"triton": "4", "drafter": "none"})
+    assert "drafter (nothing there, none here) and 1 more" in new.why_cold()
+
+
+def test_how_long_a_build_takes(store: Store, tmp_path: Path) -> None:
+    fill(store, "longer", 60.0)
+    assert store.pace() == 50 == Store(store.root, WORDS | {"tp": "8"}).pace()
+    assert Store(tmp_path / "none", WORDS).pace() is None
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.EROFS, "cannot be written, set KIMI_FX_CACHE to another folder"),
+        (errno.EACCES, "cannot be written"),
+        (errno.ENOSPC, "is on a full disk, free some space"),
+    ],
+)
+def test_what_a_disk_refuses_is_said(store: Store, monkeypatch: pytest.MonkeyPatch, code: int, words: str) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        with pytest.raises(StoreError, match=f"The artefact store {store.folder} {words}.*{os.strerror(code)}"):
+            fill(store, "another")
+    assert store.entry("another") is None and store.entry("round") and not list(store.root.rglob("*.tmp"))
+
+
+def test_a_refusal_deep_inside_is_found_and_others_pass(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="full disk"), told(tmp_path):
+        try:
+            raise OSError(errno.ENOSPC, "no space")
+        except OSError as error:
+            raise RuntimeError("the compiler failed") from error
+    with pytest.raises(RuntimeError, match="the compiler failed"), told(tmp_path):
+        raise RuntimeError("the compiler failed")
+
+
+def test_a_folder_nobody_may_write() -> None:
+    with pytest.raises(StoreError, match="cannot be written"):
+        fill(Store(Path("/sys/kimi_fx"), WORDS))
+
+
+def test_a_read_only_store_is_loaded_from_a_copy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store.kernel_folder() as folder:
+        assert folder == store.inductor
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with store.kernel_folder() as folder:
+        assert folder != store.inductor and (folder / "ab" / "round.so").exists()
+    assert not folder.exists() and store.entry("round")
+
+
+def test_a_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    write(file, b"before")
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(file, b"after" * 100)
+    assert file.read_bytes() == b"before" and list(tmp_path.iterdir()) == [file]
+
+
+def share(root: Path, builds: Any, die: bool) -> None:
+    """Add three functions where they are missing; one process dies half way through its first."""
+    store = Store(root, WORDS)
+    for name in ("a", "b", "c"):
+        with store.building():
+            if store.entry(name) is None:
+                if die:
+                    (store.folder / "a.aot").write_bytes(CODE[:100])
+                    os._exit(1)
+                builds.put(name)
+                store.add(name, CODE, seconds=1.0)
+
+
+def test_processes_share_an_empty_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    builds = context.Queue()
+    processes = [context.Process(target=share, args=(tmp_path, builds, i == 0)) for i in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [p.exitcode for p in processes][1:] == [0] * 7
+    assert sorted(builds.get(timeout=5) for _ in range(3)) == ["a", "b", "c"] and builds.empty()
+    assert all(Store(tmp_path, WORDS).entry(name) for name in "abc")

@@ -1,0 +1,138 @@
+"""Compiled steps on a CPU, whole: warm-up in one process on two threads, serving in another on one.
+
+The processes share a store in a fresh folder. Three buckets of a random pair are compiled, once for the module.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kimi_fx.compose import load_config
+from kimi_fx.engine import Engine
+from oracles.toys import random_pair
+
+HERE = Path(__file__).parent
+BUCKETS = ["prefill-16", "round-batch1-nodes8-block4-width7", "round-batch2-nodes8-block4-width7"]
+KINDS = 8
+
+
+def run(module: str, *words: str, cache: Path, threads: int) -> subprocess.CompletedProcess[str]:
+    settings = {"KIMI_FX_CACHE": str(cache), "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(HERE)}
+    settings |= {"TORCHINDUCTOR_VEC_ISA_OK": "0"}  # kernels without vectors compile in half the time
+    command = [sys.executable, "-W", "error", "-W", "ignore:`torch.jit:DeprecationWarning", "-m", module, *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings, cwd=HERE.parent)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("pair")
+    random_pair(folder, V=64, layers=2, block=4)
+    return [
+        f"target={folder / 'target'}", f"drafter={folder / 'drafter'}", "device=cpu", "dtype=float32",
+        "run.batch=2", "run.chunk=16", "run.nodes=[8]", "step.budget=6",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def warm(pair: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A cache, and what the warm-up said."""
+    cache = tmp_path_factory.mktemp("cache")
+    done = run("kimi_fx", "warmup", *pair, "cache.max_len=128", cache=cache, threads=2)
+    assert Path(done.stdout.strip()).parent == cache
+    return cache, done.stderr
+
+
+def kernels(cache: Path) -> list[Path]:
+    return sorted(cache.rglob("*.so"))
+
+
+def test_warmup_says_what_it_does(warm: tuple[Path, str]) -> None:
+    said = warm[1]
+    assert "3 of 3 compiled steps are not in" in said and "nothing is in" in said
+    assert sorted(re.findall("compiling (.*),", said)) == BUCKETS
+    assert "1 of 3" in said and "3 of 3, about" in said and "all were loaded and run in" in said
+
+
+@pytest.fixture(scope="module")
+def served(warm: tuple[Path, str], pair: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """From a copy of the store, with a longer context and other sampling defaults."""
+    copy = shutil.copytree(warm[0], tmp_path_factory.mktemp("copy") / "cache")
+    before = kernels(copy)
+    words = [*pair, "cache.max_len=200", "cache.tokens=1280", "sampling.temperature=0.5"]
+    found = json.loads(run("oracles.warm", *words, cache=copy, threads=1).stdout)
+    assert kernels(copy) == before and before
+    return found
+
+
+def test_another_process_traces_nothing(served: dict[str, Any]) -> None:
+    assert served["graphs"] == 0
+    assert served["buckets"] == served["loaded"] == BUCKETS and served["called"] == BUCKETS[1:]
+    assert served["backend"] == "cpu compiled"
+
+
+def test_300_rounds_take_no_more_memory_and_say_the_same(served: dict[str, Any]) -> None:
+    assert served["again"] and not served["growth"]
+
+
+def test_every_kind_of_request_is_as_eager(served: dict[str, Any]) -> None:
+    expected, found = served["expected"], served["found"]
+    assert expected.pop("eager") and not found.pop("eager")
+    assert len(found) == KINDS
+    for kind, texts in expected.items():
+        assert [ids for ids, _ in found[kind]] == [ids for ids, _ in texts], kind
+        for (_, ours), (_, theirs) in zip(found[kind], texts, strict=True):
+            assert ours == pytest.approx(theirs, abs=2e-3), kind
+
+
+def test_a_round_without_a_bucket_runs_eagerly_and_is_counted(served: dict[str, Any]) -> None:
+    steps, eager = served["beyond"]
+    assert steps == eager > 0
+
+
+def test_warming_again_builds_nothing(warm: tuple[Path, str], pair: list[str]) -> None:
+    before = kernels(warm[0])
+    done = run("kimi_fx", "warmup", *pair, "sampling.top_p=0.5", "run.threads=1", cache=warm[0], threads=1)
+    assert "all 3 compiled steps are in" in done.stderr and "compiling" not in done.stderr
+    assert kernels(warm[0]) == before
+
+
+def test_cold_steps_are_named(warm: tuple[Path, str], pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KIMI_FX_CACHE", str(warm[0]))
+    more = [*pair, "run.compile=true", "run.require_warm=true", "run.nodes=[8,16]"]
+    with pytest.raises(ValueError, match="2 of 5 compiled steps are not in .* only the shapes are new"):
+        Engine.load(more)
+    other = [*pair, "run.compile=true", "run.require_warm=true", "dtype=bfloat16"]
+    with pytest.raises(ValueError, match=r"3 of 3 .* differs in dtype \(float32 there, bfloat16 here\)\): run kimi-fx"):
+        Engine.load(other)
+
+
+def test_kernels_and_reference_cannot_both_be_had(pair: list[str]) -> None:
+    with pytest.raises(ValueError, match="run.compile=true .* ops=reference .* choose one"):
+        Engine.load([*pair, "run.compile=true", "ops=reference"])
+    assert Engine.load([*pair, "run.compile=null"], progress=False).rounds is None
+
+
+def test_settings_that_no_graph_sees(pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KIMI_FX_CACHE", str(tmp_path))
+
+    def folder(*words: str) -> Path:
+        from kimi_fx.runtime.load import prepare
+
+        rounds = Engine(config := load_config([*pair, "run.compile=true", *words]), prepare(config)).rounds
+        assert rounds is not None
+        return rounds.store.folder
+
+    usual = folder()
+    for same in ("sampling.temperature=0", "run.batch=3", "cache.tokens=640", "step.budget=3", "run.threads=1"):
+        assert folder(same) == usual
+    for other in ("dtype=bfloat16", "drafter.window=8", "target.lora_norm_eps=1e-4"):
+        assert folder(other) != usual
