@@ -288,6 +288,10 @@ class DrafterModel:
     def scale(self) -> float:
         return self.head**-0.5
 
+    def kv_heads(self, ranks: int) -> int:
+        """Key/value heads that each rank has; where they are fewer than the ranks, several ranks have the same."""
+        return max(self.KV // ranks, 1)
+
 
 def package_path(path: str) -> Path:
     """A folder as the user wrote it, or inside the package for `kimi_fx:…`."""
