@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from . import __version__
+from .config import environment
 from .results import Delta
 from .rules import nearest
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             near = nearest(name, COMMANDS)
             hint = f"did you mean {near}?" if near else f"there are {', '.join(COMMANDS)}."
             raise ValueError(f"no command {name!r}: {hint}")
-        return COMMANDS[name](overrides)
+        return COMMANDS[name](overrides) if environment("RANK") in (None, "0") else follow(name)
     except ValueError as error:
         print(f"kimi-fx: {error}", file=sys.stderr)
         return 2
@@ -54,6 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, OSError, MemoryError) as error:
         print(f"kimi-fx: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def follow(name: str) -> int:
+    """A process that torchrun started beside rank 0, which speaks for all."""
+    from .follow import follow
+    from .runtime.ranks import launched_place
+
+    place = launched_place()
+    return follow(place) if place and name in SHARED else 0
 
 
 def generate(overrides: Sequence[str]) -> int:
@@ -159,3 +169,4 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "bench": bench,
     "build": build,
 }
+SHARED = ("generate", "validate", "bench")  # commands that every rank takes part in

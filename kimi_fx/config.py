@@ -172,6 +172,18 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Mesh:
+    """The processes that share one model, a device each."""
+
+    tp: int = 1
+    """Ranks that share heads, experts' columns and the vocabulary; started on this machine unless torchrun did."""
+    timeout: float = 10.0
+    """Seconds a step may take before the ranks are ended, as one of them must hang."""
+    check: bool = False
+    """Compare tree, draws and accepted paths of all ranks after every round, and stop at the first difference."""
+
+
+@dataclass(frozen=True)
 class Chat:
     """The chat format, used with `messages`."""
 
@@ -189,6 +201,7 @@ class Config:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache: Cache = field(default_factory=Cache)
     run: Run = field(default_factory=Run)
+    mesh: Mesh = field(default_factory=Mesh)
     chat: Chat = field(default_factory=Chat)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; auto: bfloat16 on CUDA, float32 on a CPU."""
@@ -333,6 +346,8 @@ LIMITS = {  # for a list or map: each number in it
     "run.batch": Range(1, 64),
     "run.chunk": Range(1, 4096),
     "run.threads": Range(1, 1024),
+    "mesh.tp": Range(1, 1024),
+    "mesh.timeout": Range(0, above=True),
     "ids": Range(0),
     "limit": Range(1),
     "budgets": Range(0, MAX_BUDGET),

@@ -5,6 +5,7 @@ round itself is `graphs.step`; this file decides who takes part and hands out wh
 """
 
 import secrets
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,8 +24,10 @@ from .ops import REFERENCE
 from .prompts import Prompts, to_ids
 from .request import Plan, Request, results_of
 from .results import Delta, TokenLogprob
+from .runtime.agree import agree
 from .runtime.load import Loaded, load, prepare
 from .runtime.pages import Pages, pages_for
+from .runtime.ranks import Ranks, own_place
 from .runtime.slots import move, seat
 from .runtime.trace import Trace
 from .text import TextStream
@@ -53,6 +56,8 @@ class Engine:
         self.seated: list[Request] = []  # slot i is row i of the state
         self.inbox: dict[int, deque[Delta]] = {}  # of requests whose deltas a `generate` collects
         self.names = count()
+        self.ranks: Ranks | None = None
+        self.orders: list[Request | int] = []  # for the other ranks: requests added, ids cancelled since the last step
         self.trace = Trace(config.run.trace) if config.run.trace is not None else None
 
     @classmethod
@@ -64,11 +69,28 @@ class Engine:
         return cls.open(load_config(overrides), progress)
 
     @classmethod
-    def open(cls, config: Config, progress: bool = True, check: Callable[[Self], object] = id) -> Self:
-        """As `load`, from a configuration; `check` sees the engine before the weights are read, and may raise."""
-        engine = cls(config, prepare(config))
+    def open(
+        cls,
+        config: Config,
+        progress: bool = True,
+        check: Callable[[Self], object] = id,
+        ranks: Ranks | None = None,
+    ) -> Self:
+        """As `load`, from a configuration; `check` sees the engine before the weights are read, and may raise. `ranks`:
+        those that this process has joined already; else it is their first."""
+        place = ranks.place if ranks else own_place(config)
+        engine = cls(config, prepare(config, place))
         check(engine)
-        engine.loaded = load(config, engine.loaded, progress)
+        if place.size == 1:
+            engine.loaded = load(config, engine.loaded, progress)
+            return engine
+        engine.ranks = ranks = ranks or Ranks(place, config)
+        weakref.finalize(engine, ranks.close)
+        try:
+            engine.loaded = load(config, engine.loaded, progress, ranks.join(engine.loaded.device))
+            ranks.meet("loaded")
+        except BaseException as error:
+            raise ranks.failed(error) from error
         return engine
 
     def add(
@@ -88,7 +110,7 @@ class Engine:
         if given.n > 1:
             raise ValueError(f"n={given.n}: add queues one sample, use generate for several.")
         request = self._request(prompt, given, self._plan(mode, budget))
-        self.waiting.append(request)
+        self._queue([request])
         return request.id
 
     def step(self) -> list[Delta]:
@@ -98,15 +120,22 @@ class Engine:
         """
         self.stepping, deltas = True, []
         try:
+            if self.ranks and not self.ranks.place.rank:
+                orders, self.orders = self.orders, []
+                self.ranks.lead(orders)
             with torch.inference_mode():
                 self._admit()
                 deltas += self._prefill()
                 deltas += self._round()
-        except BaseException:
+        except BaseException as error:
             deltas += [r.delta(reason="error", stop="a step failed") for r in self.seated if r.finish is None]
+            if self.ranks:
+                raise self.ranks.failed(error) from error
             raise
         finally:
             self.stepping = False
+            if self.ranks:
+                self.ranks.watch.done()
             self._dismiss()
             for delta in deltas:
                 if delta.request in self.inbox:
@@ -118,11 +147,19 @@ class Engine:
         for r in (*self.waiting, *self.seated):
             if r.id == request:
                 last = r.delta(reason="abort")
+                self._order(request)
                 if request in self.inbox:
                     self.inbox[request].append(last)
         self.waiting = deque(r for r in self.waiting if r.finish is None)
         if not self.stepping:  # else the step does it at its end
             self._dismiss()
+
+    def obey(self, order: Request | int) -> None:
+        """Add or cancel on this rank what was added or cancelled on the first."""
+        if isinstance(order, int):
+            self.cancel(order)
+        else:
+            self.waiting.append(replace(order, stream=self._stream(order.params)))
 
     @property
     def busy(self) -> bool:
@@ -219,6 +256,15 @@ class Engine:
         own = () if params.ignore_eos else self.loaded.text.stop_ids
         return tuple(dict.fromkeys((*own, *params.stop_token_ids)))
 
+    def _queue(self, requests: list[Request]) -> None:
+        self.waiting.extend(requests)
+        for request in requests:
+            self._order(replace(request, stream=None))
+
+    def _order(self, order: Request | int) -> None:
+        if self.ranks and not self.ranks.place.rank:
+            self.orders.append(order)
+
     def _admit(self) -> None:
         while self.waiting and len(self.seated) < self.config.run.batch:
             request = self.waiting[0]
@@ -256,6 +302,8 @@ class Engine:
         state = slots(self.state, len(self.seated))
         shape = self._shape([r.plan for _, r in taking_part])
         _, tree, emitted = ddtree_step(self.loaded.params, self.pool, state, shape, self.model)
+        if self.ranks and self.config.mesh.check:
+            agree(tree, emitted)
         deltas = self._absorb(taking_part, emitted, decoding=True)
         if self.trace:
             self.trace.write(taking_part, tree, emitted)
@@ -302,7 +350,7 @@ class Engine:
     def _collect(self, requests: list[Request]) -> Iterator[Delta]:
         inbox: deque[Delta] = deque()
         self.inbox.update({r.id: inbox for r in requests})
-        self.waiting.extend(requests)
+        self._queue(requests)
         try:
             while any(r.finish is None for r in requests) or inbox:
                 if not inbox:
