@@ -46,6 +46,10 @@ def own_place(config: Config) -> Place:
     size, launched = config.mesh.tp, launched_place()
     if launched and launched.size != size:
         raise ValueError(f"torchrun started {launched.size} processes and mesh.tp is {size}: give the same number.")
+    if launched and launched.rank:
+        raise ValueError(
+            "under torchrun only `python -m kimi_fx` shares an engine: start a script once, it starts the other ranks."
+        )
     return launched or Place(0, size, 0)
 
 
@@ -71,8 +75,8 @@ class Ranks:
         self.store = PrefixStore(place.prefix, self.server)
         self.followers = [start(self.place, rank) for rank in range(1, place.size)] if place.port == 0 else []
         if config is not None:
-            self.store.set("config", pickle.dumps(config))
-        self.config: Config = config or pickle.loads(wait_for(self.store, "config"))
+            self.store.set("config", pickle.dumps(config).hex())
+        self.config: Config = config or pickle.loads(bytes.fromhex(wait_for(self.store, "config")))
         watching = PrefixStore(place.prefix, TCPStore(place.host, self.place.port, wait_for_workers=False))
         self.watch = Watch(place.rank, place.size, watching, self.followers, self.config.mesh.timeout)
         self.watch.start()
@@ -162,7 +166,7 @@ def end(follower: "subprocess.Popen[bytes]", patience: float) -> None:
         follower.wait()
 
 
-def wait_for(store: Store, key: str) -> bytes:
+def wait_for(store: Store, key: str) -> str:
     """A key's value, once rank 0 has set it."""
     store.wait([key], FOREVER)
-    return store.get(key)
+    return store.get(key).decode()
