@@ -166,7 +166,7 @@ class Run:
     chunk: int = 512
     """Prompt tokens prefilled at once at most."""
     threads: int | None = None
-    """CPU threads; null: as torch finds them."""
+    """CPU threads; null: as torch finds them, shared among the ranks."""
     trace: str | None = None
     """File that gets one JSON line a request and round: tree, accepted path, tokens; keys in `runtime/trace.py`."""
 

@@ -90,7 +90,8 @@ class Engine:
             engine.loaded = load(config, engine.loaded, progress, ranks.join(engine.loaded.device))
             ranks.meet("loaded")
         except BaseException as error:
-            raise ranks.failed(error) from error
+            ranks.fail(error)
+            raise
         return engine
 
     def add(
@@ -130,7 +131,7 @@ class Engine:
         except BaseException as error:
             deltas += [r.delta(reason="error", stop="a step failed") for r in self.seated if r.finish is None]
             if self.ranks:
-                raise self.ranks.failed(error) from error
+                self.ranks.fail(error)
             raise
         finally:
             self.stepping = False

@@ -1,6 +1,7 @@
 """A rank that follows: the engine of rank 0, step by step, on this rank's share of the weights. It says nothing."""
 
 import signal
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,8 @@ def follow(place: Place) -> int:
                 engine.obey(order)
             engine.step()
     except Exception as error:
-        ranks.failed(error)
+        with suppress(RuntimeError):  # rank 0 says it
+            ranks.fail(error)
         return 1
     ranks.close()
     return 0

@@ -56,9 +56,9 @@ def local_leaf(leaf: Leaf, ranks: int) -> Leaf:
 
 def check_divides(target: TargetModel, drafter: DrafterModel | None, ranks: int) -> None:
     """Raise ValueError with every size that the ranks cannot share, and the numbers of ranks that could."""
-    problems = indivisible(target, drafter, ranks)
+    problems = indivisible(target, drafter, ranks) if ranks > 1 else []
     if problems:
-        usable = [n for n in range(1, target.H + 1) if not indivisible(target, drafter, n)]
+        usable = [1] + [n for n in range(2, target.H + 1) if not indivisible(target, drafter, n)]
         raise ValueError(
             f"mesh.tp={ranks} cannot share {', '.join(problems)}: use mesh.tp={' or '.join(map(str, usable))}."
         )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.shards import AXES
 from ..config import Config, environment
@@ -89,8 +89,9 @@ class Ranks:
         store = PrefixStore("group", self.store)
         rank, size = self.place.rank, self.place.size
         dist.init_process_group(backend, timeout=FOREVER, rank=rank, world_size=size, store=store)
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=AXES)
-        assert mesh["tp"].get_group().group_name == GROUP
+        everybody = dist.distributed_c10d._get_default_group()
+        assert everybody.group_name == GROUP
+        mesh = DeviceMesh.from_group(everybody, device.type, mesh_dim_names=AXES)
         dist.all_reduce(torch.zeros(1, device=device))  # connects, so that the first round finds connections
         return mesh
 
@@ -126,13 +127,13 @@ class Ranks:
             first = torch.cat((first, rest))
         return pickle.loads(first[LENGTH:length].numpy().tobytes())
 
-    def failed(self, error: BaseException) -> BaseException:
-        """End all ranks; what to raise in place of this rank's error: the first cause, whoever had it."""
+    def fail(self, error: BaseException) -> None:
+        """End all ranks for this rank's error. Raises RuntimeError with the first cause, whoever had it."""
         if isinstance(error, Exception) and not self.ended:
             self.watch.report(error)
         self.close(broken=True)
-        known = isinstance(error, Exception) and self.watch.cause
-        return RuntimeError(known) if known else error
+        if isinstance(error, Exception) and self.watch.cause:
+            raise RuntimeError(self.watch.cause) from error
 
     def close(self, broken: bool = False) -> None:
         """End the followers: after their last step, or at once where a step was broken off."""
