@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             near = nearest(name, COMMANDS)
             hint = f"did you mean {near}?" if near else f"there are {', '.join(COMMANDS)}."
             raise ValueError(f"no command {name!r}: {hint}")
-        return COMMANDS[name](overrides) if environment("RANK") in (None, "0") else follow(name)
+        return follow(name, overrides) if environment("RANK") else COMMANDS[name](overrides)
     except ValueError as error:
         print(f"kimi-fx: {error}", file=sys.stderr)
         return 2
@@ -57,13 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def follow(name: str) -> int:
-    """A process that torchrun started beside rank 0, which speaks for all."""
+def follow(name: str, overrides: Sequence[str]) -> int:
+    """A command in one of torchrun's processes: rank 0 runs it and speaks for all, the others follow."""
     from .follow import follow
     from .runtime.ranks import launched_place
 
     place = launched_place()
-    return follow(place) if place and name in SHARED else 0
+    if place is None or place.rank == 0:
+        return COMMANDS[name](overrides)
+    return follow(place) if name in SHARED else 0
 
 
 def generate(overrides: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """Several ranks give what one gives, each holds its share and no more, and all end when one fails."""
 
+import gc
 import os
 import signal
 import socket
@@ -172,3 +173,25 @@ def test_the_first_is_killed(tmp_path: Path) -> None:
         time.sleep(0.1)
     assert not os.path.exists(f"/proc/{int(file.read_text())}")
     first.stdout.close()
+
+
+def test_engine_in_the_calling_process(alone: dict[str, Any]) -> None:
+    """Requests that are added, cancelled and left unread reach all ranks, and the ranks end with the engine."""
+    engine = Engine.load([*FP32, "mesh.tp=2", "mesh.check=true", "mesh.timeout=60"], progress=False)
+    assert engine.ranks is not None
+    (follower,) = engine.ranks.followers
+    engine.add([3840, 5, 6, 7], {"max_tokens": 30})
+    unwanted = engine.add([3840, *range(100, 300)], {"max_tokens": 30})  # its order takes two parts
+    for _ in range(3):
+        engine.step()
+    engine.cancel(unwanted)
+    stream = engine.generate([3840, 9], stream=True, max_tokens=50)
+    next(stream)
+    stream.close()
+    results = engine.generate(ranks.PROMPTS, ranks.ASKED, mode="tree")
+    assert [r.outputs[0].token_ids for r in results] == [one["ids"] for one in alone["texts"]["tree"]]
+    with pytest.raises(RuntimeError, match="one engine with mesh.tp above 1 at a time"):
+        Engine.load([*FP32, "mesh.tp=2"], progress=False)
+    del engine, stream
+    gc.collect()
+    assert follower.poll() == 0

@@ -1,5 +1,6 @@
 """From a `Config` to what the engine runs on: geometry, weights on the device, tokenizer, stop ids."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def prepare(config: Config, place: Place | None = None) -> Loaded:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     elif place.size > 1:
-        torch.set_num_threads(max(torch.get_num_threads() // place.size, 1))
+        torch.set_num_threads(min(torch.get_num_threads(), max((os.cpu_count() or 1) // place.size, 1)))
     return Loaded(None, model, device, pick_dtype(config.dtype, device), read_text(folder, model.target.V))
 
 
