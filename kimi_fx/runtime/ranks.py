@@ -102,11 +102,15 @@ class Ranks:
             self.watch.check()
             time.sleep(0.02)
 
-    def lead(self, orders: list[Any] | None) -> None:
-        """Rank 0 begins a step; the others get what happened before it. None: there are no more steps."""
+    def lead(self, orders: list[Any]) -> None:
+        """Rank 0 begins a step; the others get what happened before it."""
         if self.ended:
             raise RuntimeError(f"the ranks have ended ({self.watch.cause or 'interrupted'}): start a new process.")
         self.watch.begin()
+        self.send(orders)
+
+    def send(self, orders: list[Any] | None) -> None:
+        """Orders to all others, in one part if they are short."""
         data = pickle.dumps(orders)
         whole = torch.frombuffer(bytearray(len(data).to_bytes(LENGTH, "little") + data), dtype=torch.uint8)
         first = torch.zeros(HEADER, dtype=torch.uint8)
@@ -116,7 +120,7 @@ class Ranks:
             dist.broadcast(whole[HEADER:].clone(), 0)
 
     def follow(self) -> list[Any] | None:
-        """What `lead` hands out, once it does."""
+        """What rank 0 sends, once it does; None: there are no more steps."""
         first = torch.zeros(HEADER, dtype=torch.uint8)
         dist.broadcast(first, 0)
         self.watch.begin()
@@ -128,11 +132,10 @@ class Ranks:
         return pickle.loads(first[LENGTH:length].numpy().tobytes())
 
     def fail(self, error: BaseException) -> None:
-        """End all ranks for this rank's error. Raises RuntimeError with the first cause, whoever had it."""
-        if isinstance(error, Exception) and not self.ended:
-            self.watch.report(error)
+        """End all ranks for this rank's error. Raises RuntimeError with the first cause where another rank had it."""
+        own = self.ended or not isinstance(error, Exception) or self.watch.report(error)
         self.close(broken=True)
-        if isinstance(error, Exception) and self.watch.cause:
+        if not own:
             raise RuntimeError(self.watch.cause) from error
 
     def close(self, broken: bool = False) -> None:
@@ -143,9 +146,7 @@ class Ranks:
         broken = broken or self.watch.cause is not None
         self.watch.over.set()
         if self.place.rank == 0 and not broken and dist.is_initialized():
-            self.ended = False
-            self.lead(None)
-            self.ended = True
+            self.send(None)
         for follower in self.followers:
             end(follower, 0.0 if broken else 5.0)
         if dist.is_initialized() and not broken:

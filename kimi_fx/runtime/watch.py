@@ -80,15 +80,16 @@ class Watch(threading.Thread):
         if self.cause:
             raise RuntimeError(self.cause)
 
-    def report(self, error: BaseException) -> None:
-        """This rank's error becomes the cause, unless another was first."""
+    def report(self, error: BaseException) -> bool:
+        """This rank's error becomes the cause, unless another was first; whether it did."""
         frames = extract_tb(error.__traceback__)
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
         last = time.monotonic() + (GRACE if LOST.search(str(error)) else 0.0)
         while not self.cause and time.monotonic() < last:
             time.sleep(EVERY / 4)
-        if not self.cause:
-            self.cause = self.publish(f"rank {self.rank}: {type(error).__name__}: {error}{place}")
+        own = f"rank {self.rank}: {type(error).__name__}: {error}{place}"
+        self.cause = self.cause or self.publish(own)
+        return self.cause == own
 
     def publish(self, cause: str) -> str:
         """The cause that stands: this one, or the one that was first."""
