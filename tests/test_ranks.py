@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import kimi_fx
+from kimi_fx.checkpoint.configs import read_drafter, read_target
 from kimi_fx.checkpoint.load import _fill
+from kimi_fx.checkpoint.shards import check_divides, local_leaf
 from kimi_fx.compose import load_config
 from kimi_fx.engine import Engine
 from kimi_fx.graphs import target
@@ -195,3 +198,15 @@ def test_engine_in_the_calling_process(alone: dict[str, Any]) -> None:
     del engine, stream
     gc.collect()
     assert follower.poll() == 0
+
+
+def test_a_ranks_share_of_kimi_k2_6() -> None:
+    """The byte count that other engines' layouts give for eight ranks; the drafter shares as well."""
+    conf = Path(kimi_fx.__file__).parents[1] / "conf"
+    model = read_target(conf / "target" / "kimi_k2_6", None)
+    drafter = read_drafter(conf / "drafter" / "kimi_k2_6_dflash", model, None, None)
+    check_divides(model, drafter, 8)
+    leaves = [local_leaf(leaf, 8) for leaf in tree_leaves(target_plan(model, 8)) if leaf.sources]
+    assert sum(prod(leaf.shape) * leaf.stored.itemsize for leaf in leaves) == 76_182_593_536
+    with pytest.raises(ValueError, match="use mesh.tp=1 or 2 or 4 or 8 or 16 or 32 or 64"):
+        check_divides(model, drafter, 6)
