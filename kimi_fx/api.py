@@ -13,4 +13,3 @@ def generate(prompts: Any = None, sampling_params: Any = None, *, overrides: Seq
     more than one call load an `Engine` once.
     """
     return Engine.load(overrides, progress=False).generate(prompts, sampling_params, **rest)
-

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from . import __version__
+from .config import environment
 from .results import Delta
 from .rules import nearest
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             near = nearest(name, COMMANDS)
             hint = f"did you mean {near}?" if near else f"there are {', '.join(COMMANDS)}."
             raise ValueError(f"no command {name!r}: {hint}")
-        return COMMANDS[name](overrides)
+        return follow(name, overrides) if environment("RANK") else COMMANDS[name](overrides)
     except ValueError as error:
         print(f"kimi-fx: {error}", file=sys.stderr)
         return 2
@@ -55,6 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, OSError, MemoryError) as error:
         print(f"kimi-fx: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def follow(name: str, overrides: Sequence[str]) -> int:
+    """A command in one of torchrun's processes: rank 0 runs it and speaks for all, the others follow."""
+    from .follow import follow
+    from .runtime.ranks import launched_place
+
+    place = launched_place()
+    if place is None or place.rank == 0:
+        return COMMANDS[name](overrides)
+    return follow(place) if name in SHARED else 0
 
 
 def generate(overrides: Sequence[str]) -> int:
@@ -167,3 +179,4 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "bench": bench,
     "build": build,
 }
+SHARED = ("generate", "validate", "bench")  # commands that every rank takes part in

@@ -167,7 +167,7 @@ class Run:
     chunk: int = 512
     """Prompt tokens prefilled at once at most."""
     threads: int | None = None
-    """CPU threads; null: as torch finds them."""
+    """CPU threads; null: as torch finds them, shared among the ranks."""
     compile: bool | None = False
     """Run every step as one function compiled ahead, see `kimi-fx warmup`; null: on CUDA."""
     nodes: tuple[int, ...] | None = None
@@ -176,6 +176,18 @@ class Run:
     """Refuse to compile: all that run.compile needs must be in the artefact store."""
     trace: str | None = None
     """File that gets one JSON line a request and round: tree, accepted path, tokens; keys in `runtime/trace.py`."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The processes that share one model, a device each."""
+
+    tp: int = 1
+    """Ranks that share heads, experts' columns and the vocabulary; started on this machine unless torchrun did."""
+    timeout: float = 10.0
+    """Seconds a step may take before the ranks are ended, as one of them must hang."""
+    check: bool = False
+    """Compare tree, draws and accepted paths of all ranks after every round, and stop at the first difference."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +208,7 @@ class Config:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache: Cache = field(default_factory=Cache)
     run: Run = field(default_factory=Run)
+    mesh: Mesh = field(default_factory=Mesh)
     chat: Chat = field(default_factory=Chat)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; auto: bfloat16 on CUDA, float32 on a CPU."""
@@ -295,6 +308,10 @@ class DrafterModel:
     def scale(self) -> float:
         return self.head**-0.5
 
+    def kv_heads(self, ranks: int) -> int:
+        """Key/value heads that each rank has; where they are fewer than the ranks, several ranks have the same."""
+        return max(self.KV // ranks, 1)
+
 
 def package_path(path: str) -> Path:
     """A folder as the user wrote it, or inside the package for `kimi_fx:…`."""
@@ -352,6 +369,8 @@ LIMITS = {  # for a list or map: each number in it
     "run.chunk": Range(1, 4096),
     "run.threads": Range(1, 1024),
     "run.nodes": Range(1, NODE_BUCKETS[-1]),
+    "mesh.tp": Range(1, 1024),
+    "mesh.timeout": Range(0, above=True),
     "ids": Range(0),
     "limit": Range(1),
     "budgets": Range(0, MAX_BUDGET),

@@ -5,6 +5,7 @@ round itself is `graphs.step`; this file decides who takes part and hands out wh
 """
 
 import secrets
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from itertools import count
 from typing import Any, Self
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from .admit import complete, longest, plan, token_limit
 from .compose import load_config, sampling_from
@@ -23,10 +25,12 @@ from .ops import REFERENCE
 from .prompts import Prompts, to_ids
 from .request import Plan, Request, results_of
 from .results import Delta, TokenLogprob
+from .runtime.agree import agree
 from .runtime.buckets import shape_for
 from .runtime.flight import Flight, copied
 from .runtime.load import Loaded, load, prepare
 from .runtime.pages import Pages, pages_for
+from .runtime.ranks import Ranks, own_place
 from .runtime.rounds import Rounds, wanted
 from .runtime.slots import move, seat, vacate
 from .runtime.trace import Trace
@@ -60,6 +64,8 @@ class Engine:
         self.names = count()
         self.flights: deque[Flight] = deque()  # launched, not read
         self.lag = 1 if self.rounds and self.rounds.graphs else 0  # rounds that the host reads behind the device
+        self.ranks: Ranks | None = None
+        self.orders: list[Request | int] = []  # for the other ranks: requests added, ids cancelled since the last step
         self.trace = Trace(config.run.trace) if config.run.trace is not None else None
 
     @classmethod
@@ -71,15 +77,37 @@ class Engine:
         return cls.open(load_config(overrides), progress)
 
     @classmethod
-    def open(cls, config: Config, progress: bool = True, check: Callable[[Self], object] = id) -> Self:
-        """As `load`, from a configuration; `check` sees the engine before the weights are read, and may raise."""
-        engine = cls(config, prepare(config))
+    def open(
+        cls,
+        config: Config,
+        progress: bool = True,
+        check: Callable[[Self], object] = id,
+        ranks: Ranks | None = None,
+    ) -> Self:
+        """As `load`, from a configuration; `check` sees the engine before the weights are read, and may raise. `ranks`:
+        those that this process has joined already; else it is their first."""
+        place = ranks.place if ranks else own_place(config)
+        engine = cls(config, prepare(config, place))
         check(engine)
-        with torch.inference_mode(False), torch.no_grad():
-            engine.loaded = load(config, engine.loaded, progress)
-            if engine.rounds:
-                engine.rounds.load_all(engine.loaded.params, engine.pool, engine.state)
+        if place.size == 1:
+            engine._load(progress)
+            return engine
+        engine.ranks = ranks = ranks or Ranks(place, config)
+        weakref.finalize(engine, ranks.close)
+        try:
+            engine._load(progress, ranks.join(engine.loaded.device))
+            ranks.meet("loaded")
+        except BaseException as error:
+            ranks.fail(error)
+            raise
         return engine
+
+    def _load(self, progress: bool, mesh: DeviceMesh | None = None) -> None:
+        """The weights, and what the artefact store has."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.loaded = load(self.config, self.loaded, progress, mesh)
+            if self.rounds:
+                self.rounds.load_all(self.loaded.params, self.pool, self.state)
 
     def add(
         self,
@@ -98,7 +126,7 @@ class Engine:
         if given.n > 1:
             raise ValueError(f"n={given.n}: add queues one sample, use generate for several.")
         request = self._request(prompt, given, self._plan(mode, budget))
-        self.waiting.append(request)
+        self._queue([request])
         return request.id
 
     def step(self) -> list[Delta]:
@@ -108,16 +136,23 @@ class Engine:
         """
         self.stepping, deltas = True, []
         try:
+            if self.ranks and not self.ranks.place.rank:
+                orders, self.orders = self.orders, []
+                self.ranks.lead(orders)
             with torch.inference_mode(self.rounds is None), torch.no_grad():
                 self._admit()
                 deltas += self._prefill()
                 deltas += self._round()
-        except BaseException:
+        except BaseException as error:
             deltas += [r.delta(reason="error", stop="a step failed") for r in self.seated if r.finish is None]
             self.flights.clear()
+            if self.ranks:
+                self.ranks.fail(error)
             raise
         finally:
             self.stepping = False
+            if self.ranks:
+                self.ranks.watch.done()
             self._dismiss()
             for delta in deltas:
                 if delta.request in self.inbox:
@@ -129,11 +164,19 @@ class Engine:
         for r in (*self.waiting, *self.seated):
             if r.id == request:
                 last = r.delta(reason="abort")
+                self._order(request)
                 if request in self.inbox:
                     self.inbox[request].append(last)
         self.waiting = deque(r for r in self.waiting if r.finish is None)
         if not self.stepping:  # else the step does it at its end
             self._dismiss()
+
+    def obey(self, order: Request | int) -> None:
+        """Add or cancel on this rank what was added or cancelled on the first."""
+        if isinstance(order, int):
+            self.cancel(order)
+        else:
+            self.waiting.append(replace(order, stream=self._stream(order.params)))
 
     @property
     def busy(self) -> bool:
@@ -230,6 +273,15 @@ class Engine:
         own = () if params.ignore_eos else self.loaded.text.stop_ids
         return tuple(dict.fromkeys((*own, *params.stop_token_ids)))
 
+    def _queue(self, requests: list[Request]) -> None:
+        self.waiting.extend(requests)
+        for request in requests:
+            self._order(replace(request, stream=None))
+
+    def _order(self, order: Request | int) -> None:
+        if self.ranks and not self.ranks.place.rank:
+            self.orders.append(order)
+
     def _admit(self) -> None:
         while self.waiting and len(self.seated) < self.config.run.batch:
             request = self.waiting[0]
@@ -272,6 +324,8 @@ class Engine:
         eager = came is None
         if came is None:
             came = ddtree_step(self.loaded.params, self.pool, slots(self.state, shape.batch), shape, self.model)
+        if self.ranks and self.config.mesh.check:
+            agree(came[1], came[2])
         return self._land(Flight(taking_part, came[2], came[1] if self.trace else None, eager=eager))
 
     def _land(self, flight: Flight | None = None) -> list[Delta]:
@@ -323,7 +377,7 @@ class Engine:
     def _collect(self, requests: list[Request]) -> Iterator[Delta]:
         inbox: deque[Delta] = deque()
         self.inbox.update({r.id: inbox for r in requests})
-        self.waiting.extend(requests)
+        self._queue(requests)
         try:
             while any(r.finish is None for r in requests) or inbox:
                 if not inbox:

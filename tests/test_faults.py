@@ -91,8 +91,8 @@ def features_in_node_order(engine: Engine, patch: Patch) -> Engine:
         last[:] = [out[2]]
         return out
 
-    def first_nodes(p: Any, m: Any, features: Tensor, positions: Tensor) -> Any:
-        return context_kv(p, m, last[0][:, : features.shape[1]], positions)
+    def first_nodes(p: Any, m: Any, features: Tensor, *rest: Any) -> Any:
+        return context_kv(p, m, last[0][:, : features.shape[1]], *rest)
 
     patch.setattr(target, "forward", keep)
     patch.setattr(drafter, "context_kv", first_nodes)
@@ -101,7 +101,11 @@ def features_in_node_order(engine: Engine, patch: Patch) -> Engine:
 
 def context_plus_one(engine: Engine, patch: Patch) -> Engine:
     context_kv = drafter.context_kv
-    patch.setattr(drafter, "context_kv", lambda p, m, features, positions: context_kv(p, m, features, positions + 1))
+
+    def shifted(p: Any, m: Any, features: Tensor, positions: Tensor, *rest: Any) -> Any:
+        return context_kv(p, m, features, positions + 1, *rest)
+
+    patch.setattr(drafter, "context_kv", shifted)
     return engine
 
 

@@ -1,8 +1,9 @@
 """A plan filled with tensors: from a checkpoint, or at random.
 
 Leaves are read one by one in the plan's order, as views of the mapped files, joined into tensors of their
-own, cast and moved. A layer's INT4 experts are packed as soon as they are there. Checks first
-(`preflight.py`), so that nothing is missing or unexpected once data is read.
+own, cast and moved. On a mesh a rank reads its own slices alone, and gets DTensors in logical shape. A layer's INT4
+experts are packed as soon as they are there, by each rank for itself. Checks first (`preflight.py`), so that nothing is
+missing or unexpected once data is read.
 """
 
 import sys
@@ -17,14 +18,16 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
 from ..config import DrafterModel, TargetModel
 from ..graphs.params import DrafterParams, Experts, Leaf, TargetParams, drafter_plan, target_plan
 from ..graphs.pytree import tree_leaves, tree_map
-from ..ops.marlin import GROUP, dequantise, marlin_pack, marlin_pack_scales, shard_width
+from ..ops.marlin import dequantise, marlin_pack, marlin_pack_scales
 from .files import CheckpointError, first_few, read_entries, refuse
 from .preflight import DRAFTER, TARGET, Layout, check, shape_name
+from .shards import distribute, local, local_leaf, share
 
 P = TypeVar("P")
 PACKED_AT_ONCE = 32  # experts
@@ -32,20 +35,36 @@ LINE_SECONDS = 10.0  # between progress lines where there is no terminal
 
 
 def load_target(
-    folder: Path, model: TargetModel, device: torch.device | str, dtype: torch.dtype, progress: bool = True
+    folder: Path,
+    model: TargetModel,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    progress: bool = True,
+    mesh: DeviceMesh | None = None,
 ) -> TargetParams:
     """Weights of a Kimi K2.x text model, floating leaves in `dtype`, router and its bias in fp32.
 
-    Raises CheckpointError with everything that is wrong with the folder.
+    On a mesh: DTensors, but for the experts, which are this rank's own and packed. Raises CheckpointError with
+    everything that is wrong with the folder.
     """
-    return _load(target_plan(model), folder, TARGET, device, dtype, progress)
+    return _load(target_plan(model, ranks(mesh)), folder, TARGET, device, dtype, progress, mesh)
 
 
 def load_drafter(
-    folder: Path, model: DrafterModel, device: torch.device | str, dtype: torch.dtype, progress: bool = True
+    folder: Path,
+    model: DrafterModel,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    progress: bool = True,
+    mesh: DeviceMesh | None = None,
 ) -> DrafterParams:
-    """Weights of a DFlash drafter in `dtype`; errors as in `load_target`."""
-    return _load(drafter_plan(model), folder, DRAFTER, device, dtype, progress)
+    """Weights of a DFlash drafter in `dtype`; mesh and errors as in `load_target`."""
+    return _load(drafter_plan(model, ranks(mesh)), folder, DRAFTER, device, dtype, progress, mesh)
+
+
+def ranks(mesh: DeviceMesh | None) -> int:
+    """Ranks of the axis `tp`."""
+    return mesh["tp"].size() if mesh is not None else 1
 
 
 def random_params(plan: P, seed: int, device: torch.device | str, dtype: torch.dtype) -> P:
@@ -67,21 +86,6 @@ def random_params(plan: P, seed: int, device: torch.device | str, dtype: torch.d
         return torch.randn(leaf.shape, generator=generator, device=device) * 0.02
 
     return _fill(plan, draw, device, dtype)
-
-
-def shard_experts(experts: Experts, rank: int, ranks: int) -> Experts:
-    """A rank's share of experts in the logical form described at `Experts`, to be packed after: I / ranks columns.
-
-    ValueError where that is no multiple of the INT4 group, so that a scale would be shared by two ranks.
-    """
-    columns = shard_width(experts.w13.shape[2], ranks)
-    first = rank * columns
-    return Experts(
-        experts.w13.narrow(2, first, columns),
-        experts.s13.narrow(2, first, columns),
-        experts.w2.narrow(2, first // 8, columns // 8),
-        experts.s2.narrow(2, first // GROUP, columns // GROUP),
-    )
 
 
 def pack_experts(experts: Experts, dtype: torch.dtype, device: torch.device | str) -> Experts:
@@ -106,10 +110,18 @@ def pack_experts(experts: Experts, dtype: torch.dtype, device: torch.device | st
     return Experts(pack(w13), s13, pack(experts.w2), s2)
 
 
-def _load(plan: P, folder: Path, layout: Layout, device: torch.device | str, dtype: torch.dtype, progress: bool) -> P:
+def _load(
+    plan: P,
+    folder: Path,
+    layout: Layout,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    progress: bool,
+    mesh: DeviceMesh | None,
+) -> P:
     entries = read_entries(folder)
     prefix = check(plan, entries, layout, str(folder)).prefix
-    total = sum(_bytes(leaf) for leaf in tree_leaves(plan))
+    total = sum(_bytes(leaf, mesh) for leaf in tree_leaves(plan))
     with ExitStack() as stack, _meter(total, folder.name, progress) as advance:
 
         @cache
@@ -125,35 +137,53 @@ def _load(plan: P, folder: Path, layout: Layout, device: torch.device | str, dty
         def read(leaf: Leaf) -> Tensor:
             if leaf.init == "words":
                 _check_shapes(leaf, tensor, str(folder))
-            value = _assemble(leaf, tensor)
-            advance(_bytes(leaf), entries[prefix + leaf.sources[-1].name].file.name)
+            value = _assemble(leaf, tensor, mesh)
+            advance(_bytes(leaf, mesh), entries[prefix + leaf.sources[-1].name].file.name)
             return value
 
-        return _fill(plan, read, device, dtype)
+        return _fill(plan, read, device, dtype, mesh)
 
 
-def _fill(plan: P, value: Callable[[Leaf], Tensor], device: torch.device | str, dtype: torch.dtype) -> P:
+def _fill(
+    plan: P,
+    value: Callable[[Leaf], Tensor],  # this rank's part
+    device: torch.device | str,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None = None,
+) -> P:
     """The plan with `value(leaf)` in place of each leaf that is not made, experts packed."""
 
-    def place(leaf: Leaf) -> Tensor:
-        made = leaf.make() if leaf.make else value(leaf)
-        return made.to(device, leaf.dtype or dtype)
+    def own(leaf: Leaf) -> Tensor:
+        return share(leaf, leaf.make(), mesh) if leaf.make else value(leaf)
+
+    def placed(leaf: Leaf, part: Tensor) -> Tensor:
+        return part if mesh is None else distribute(leaf, part, mesh)
 
     def node(part: Leaf | Experts) -> Tensor | Experts:
-        return pack_experts(tree_map(value, part), dtype, device) if isinstance(part, Experts) else place(part)
+        if isinstance(part, Experts):
+            logical = tree_map(lambda leaf: placed(leaf, value(leaf)), part)
+            return pack_experts(local(logical), dtype, device)
+        return placed(part, own(part).to(device, part.dtype or dtype))
 
     return tree_map(node, plan, is_leaf=lambda part: isinstance(part, Experts))
 
 
-def _assemble(leaf: Leaf, tensor: Callable[[str], Tensor]) -> Tensor:
-    """The leaf's sources joined, in memory of its own: `cat` copies even a single one out of the file."""
+def _assemble(leaf: Leaf, tensor: Callable[[str], Tensor], mesh: DeviceMesh | None) -> Tensor:
+    """This rank's part of the leaf's sources joined, in memory of its own: `cat` copies even a single one out of the
+    file, whose other pages are not read."""
+    shape = local_leaf(leaf, ranks(mesh)).shape
     parts = []
     for source in leaf.sources:
         part = tensor(source.name)
         if source.view:
             part = part.view(source.view)
-        parts.append(part.narrow(*source.part) if source.part else part)
-    return torch.cat(parts).view(leaf.shape)
+        if source.part:
+            part = part.narrow(*source.part)
+        if mesh is not None and any(leaf.axes):
+            first = next(dim for dim in range(len(shape)) if prod(leaf.stored_shape[dim:]) == part.numel())
+            part = share(leaf, part.view(leaf.stored_shape[first:]), mesh, first)
+        parts.append(part)
+    return torch.cat(parts).view(shape)
 
 
 def _check_shapes(leaf: Leaf, tensor: Callable[[str], Tensor], where: str) -> None:
@@ -166,8 +196,8 @@ def _check_shapes(leaf: Leaf, tensor: Callable[[str], Tensor], where: str) -> No
     refuse(where, [f"{len(wrong):,} weight_shape tensors contradict their words: {which}"] if wrong else [])
 
 
-def _bytes(leaf: Leaf) -> int:
-    return prod(leaf.shape) * leaf.stored.itemsize if leaf.sources else 0
+def _bytes(leaf: Leaf, mesh: DeviceMesh | None) -> int:
+    return prod(local_leaf(leaf, ranks(mesh)).shape) * leaf.stored.itemsize if leaf.sources else 0
 
 
 @contextmanager

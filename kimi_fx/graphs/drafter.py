@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..config import DrafterModel
 from ..ops import Ops
-from .layers import angles, half_angles, rms_norm, rotate_halves, swiglu
+from .axis import Axis, gather_columns, psum
+from .layers import angles, embed, half_angles, rms_norm, rotate_halves, swiglu
 from .params import DrafterLayer, DrafterParams, TargetParams
 from .state import KVPool, StepState
 
@@ -22,9 +23,13 @@ def context_kv(
     m: DrafterModel,
     features: Tensor,  # [B, A, taps * D]
     positions: Tensor,  # [B, A] i64
+    axis: Axis | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Keys (after norm and rotation) and values of all layers, each [layers, B, A, KV, head]."""
-    h = rms_norm(F.linear(features, p.fc), p.feature_norm, m.norm_eps)
+    if axis is not None:  # `fc` takes this rank's columns of the features
+        width = p.fc.shape[1]
+        features = features.index_select(-1, p.rank * width + torch.arange(width, device=p.rank.device))
+    h = rms_norm(psum(F.linear(features, p.fc), axis), p.feature_norm, m.norm_eps)
     kv = F.linear(h, p.kv.flatten(0, 3)).unflatten(-1, p.kv.shape[:4])
     k, v = rearrange(kv, "B A layers two KV head -> two layers B A KV head")
     cos, sin = _angles(p, m, positions)
@@ -40,17 +45,20 @@ def draft(
     pool: KVPool,
     state: StepState,
     block: int,  # S
+    axis: Axis | None = None,
 ) -> Tensor:
     """Logits [B, S - 1, V] f32; row d is the marginal of the token d + 1 places after the anchor."""
     B = state.anchor.shape[0]
     tokens = torch.cat((state.anchor.unsqueeze(1), state.anchor.new_full((B, block - 1), m.mask_id)), 1)
     positions = state.length.long().unsqueeze(1) + torch.arange(block, device=tokens.device)
     cos, sin = _angles(p, m, positions)
-    x = F.embedding(tokens, target.embed)
+    x = embed(tokens, target.embed, target.rank, axis)
     for i, layer in enumerate(p.layers):
-        x = x + _attend(layer, p, m, ops, i, x, pool, state, cos, sin)
-        x = x + swiglu(rms_norm(x, layer.mlp_norm, m.norm_eps), layer.mlp.gate_up, layer.mlp.down)
-    return F.linear(rms_norm(x[:, 1:], p.norm, m.norm_eps), target.lm_head).float()
+        x = x + psum(_attend(layer, p, m, ops, i, x, pool, state, cos, sin), axis)
+        h = rms_norm(x, layer.mlp_norm, m.norm_eps)
+        x = x + psum(swiglu(h, layer.mlp.gate_up, layer.mlp.down), axis)
+    columns = F.linear(rms_norm(x[:, 1:], p.norm, m.norm_eps), target.lm_head)
+    return gather_columns(columns, axis).float()  # few rows: each rank ranks them all
 
 
 def _attend(
@@ -66,9 +74,9 @@ def _attend(
     sin: Tensor,
 ) -> Tensor:
     h = rms_norm(x, layer.attention_norm, m.norm_eps)
-    q = F.linear(h, layer.q.flatten(0, 1)).unflatten(-1, (m.H, m.head))
+    q = F.linear(h, layer.q.flatten(0, 1)).unflatten(-1, (-1, m.head))
     q = rotate_halves(rms_norm(q, layer.q_norm, m.norm_eps), cos, sin)
-    k, v = F.linear(h, p.kv[i].flatten(0, 2)).unflatten(-1, (2, m.KV, m.head)).unbind(2)
+    k, v = F.linear(h, p.kv[i].flatten(0, 2)).unflatten(-1, p.kv.shape[1:4]).unbind(2)
     k = _key(k, p.k_norm[i], m, cos, sin)
     o = ops.draft_attention(
         q, pool.draft_k[i], pool.draft_v[i], state.page_table, state.length, k, v, m.scale, m.windows[i], m.causal[i]

@@ -1,4 +1,4 @@
-"""The small layers that target and drafter share: RMSNorm, SwiGLU, rotary embedding with YaRN."""
+"""The small layers that target and drafter share: embedding, RMSNorm, SwiGLU, rotary embedding with YaRN."""
 
 import math
 
@@ -7,6 +7,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import Rope
+from .axis import Axis, psum
+
+
+def embed(
+    tokens: Tensor,  # [B, N] i64
+    weight: Tensor,  # [V / ranks, D] this rank's
+    rank: Tensor,  # [1] i64
+    axis: Axis | None,
+) -> Tensor:
+    """Each token's row, [B, N, D]; one rank has it, the others add zeros."""
+    if axis is None:
+        return F.embedding(tokens, weight)
+    row = tokens - rank * weight.shape[0]
+    foreign = (row < 0) | (row >= weight.shape[0])
+    x = F.embedding(row.clamp(0, weight.shape[0] - 1), weight)
+    return psum(x.masked_fill(foreign.unsqueeze(-1), 0), axis)
 
 
 def rms_norm(
@@ -23,7 +39,7 @@ def swiglu(
     gate_up: Tensor,  # [2, inner, D]
     down: Tensor,  # [D, inner]
 ) -> Tensor:
-    """down(silu(gate x) * up x)."""
+    """down(silu(gate x) * up x); with a rank's share of the inner columns, its part of the sum."""
     gate, up = F.linear(x, gate_up.flatten(0, 1)).chunk(2, -1)
     return F.linear(F.silu(gate) * up, down)
 

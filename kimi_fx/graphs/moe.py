@@ -16,7 +16,8 @@ def mix_experts(
     h: Tensor,  # [B, N, D] normalised
     valid: Tensor,  # [B, N] bool; padding loads no expert
 ) -> Tensor:
-    """Weighted sum of the K routed experts plus the shared one, [B, N, D]."""
+    """Weighted sum of the K routed experts plus the shared one, [B, N, D]; each rank has columns of every expert, and
+    this is its part of the sum."""
     x = h.flatten(0, 1)
     logits = F.linear(x.float(), p.router)
     _, weights, order, offsets = ops.moe_route(logits, p.bias, valid.flatten(), m.K, m.routed_scale)

@@ -36,7 +36,13 @@ class Leaf:
     stored: torch.dtype = torch.bfloat16
     dtype: torch.dtype | None = None  # as computed with; None: the run's compute type
     init: Literal["normal", "ones", "words", "scales"] = "normal"
+    repeat: int = 1  # how often each stored index of the sharded dim stands: ranks have the same
     make: Callable[[], Tensor] | None = None  # for a leaf that is not on disk
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape without repetition."""
+        return tuple(n // (self.repeat if axis else 1) for n, axis in zip(self.shape, self.axes, strict=True))
 
 
 @pytree
@@ -89,6 +95,7 @@ class TargetParams:
     norm: Any  # [D]
     lm_head: Any  # [V, D]
     inv_freq: Any  # [R / 2] f32
+    rank: Any  # [ranks] i64, a rank has its own
 
 
 @pytree
@@ -110,6 +117,7 @@ class DrafterParams:
     layers: tuple[DrafterLayer, ...]
     norm: Any  # [D]
     inv_freq: Any  # [head / 2] f32
+    rank: Any  # [ranks] i64, a rank has its own
 
 
 @pytree
@@ -120,7 +128,7 @@ class Params:
     drafter: DrafterParams | None
 
 
-def target_plan(m: TargetModel) -> TargetParams:
+def target_plan(m: TargetModel, ranks: int = 1) -> TargetParams:
     """The plan of a Kimi K2.x text model; source names carry no wrapper prefix."""
     return TargetParams(
         embed=_leaf("model.embed_tokens.weight", (m.V, m.D), ("tp", None)),
@@ -128,6 +136,7 @@ def target_plan(m: TargetModel) -> TargetParams:
         norm=_norm("model.norm.weight", m.D),
         lm_head=_leaf("lm_head.weight", (m.V, m.D), ("tp", None)),
         inv_freq=_frequencies(m.rope, m.R),
+        rank=_rank(ranks),
     )
 
 
@@ -179,9 +188,7 @@ def _moe_plan(m: TargetModel, at: str) -> MoE:
     columns, rows = (None, None, "tp", None), (None, None, "tp")
     return MoE(
         router=_leaf(at + "gate.weight", (m.E, m.D), (None, None), dtype=torch.float32),
-        bias=_leaf(
-            at + "gate.e_score_correction_bias", (m.E,), (None,), stored=torch.float32, dtype=torch.float32
-        ),
+        bias=_leaf(at + "gate.e_score_correction_bias", (m.E,), (None,), stored=torch.float32, dtype=torch.float32),
         experts=Experts(
             w13=experts(w13, ("gate", "up"), columns, words=True),
             s13=experts(s13, ("gate", "up"), columns, words=False),
@@ -192,22 +199,24 @@ def _moe_plan(m: TargetModel, at: str) -> MoE:
     )
 
 
-def drafter_plan(m: DrafterModel) -> DrafterParams:
+def drafter_plan(m: DrafterModel, ranks: int = 1) -> DrafterParams:
     """The plan of a DFlash drafter; it has no embedding and no head of its own."""
     kv = tuple(
         Source(f"layers.{i}.self_attn.{name}_proj.weight", (m.KV * m.head, m.D))
         for i in range(m.layers)
         for name in ("k", "v")
     )
+    heads = ranks * m.kv_heads(ranks)
     k_norm = tuple(Source(f"layers.{i}.self_attn.k_norm.weight", (m.head,)) for i in range(m.layers))
     return DrafterParams(
         fc=_leaf("fc.weight", (m.D, len(m.taps) * m.D), (None, "tp")),
         feature_norm=_norm("hidden_norm.weight", m.D),
-        kv=Leaf((m.layers, 2, m.KV, m.head, m.D), kv, (None, None, "tp", None, None)),
+        kv=Leaf((m.layers, 2, heads, m.head, m.D), kv, (None, None, "tp", None, None), repeat=heads // m.KV),
         k_norm=Leaf((m.layers, m.head), k_norm, (None, None), init="ones"),
         layers=tuple(_drafter_layer_plan(m, f"layers.{i}.") for i in range(m.layers)),
         norm=_norm("norm.weight", m.D),
         inv_freq=_frequencies(m.rope, m.head),
+        rank=_rank(ranks),
     )
 
 
@@ -235,3 +244,8 @@ def _norm(name: str, width: int) -> Leaf:
 def _frequencies(rope: Rope, width: int) -> Leaf:
     f32 = torch.float32
     return Leaf((width // 2,), (), (None,), f32, f32, make=lambda: inverse_frequencies(rope, width))
+
+
+def _rank(ranks: int) -> Leaf:
+    i64 = torch.int64
+    return Leaf((ranks,), (), ("tp",), i64, i64, make=lambda: torch.arange(ranks))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..config import PAGE, STOP_SLOTS, DrafterModel, TargetModel
 from ..ops import Ops
+from .axis import Axis
 from .pytree import pytree, tree_map
 
 
@@ -21,11 +22,17 @@ class Model:
     target: TargetModel
     drafter: DrafterModel | None
     ops: Ops
+    axis: Axis | None = None  # ranks that share heads, experts' width and vocabulary; None: there is one
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Target layers whose outputs the drafter reads."""
         return self.drafter.taps if self.drafter else ()
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the axis."""
+        return self.axis.size if self.axis else 1
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ def empty_pool(m: Model, pages: int, dtype: torch.dtype, device: torch.device) -
     """A pool of `pages` pages; every leaf owns its storage. MemoryError, with sizes, where it does not fit."""
     t, d = m.target, m.drafter
     target = (t.layers, pages, PAGE, t.row)
-    draft = (d.layers, pages, PAGE, d.KV, d.head) if d else (0, pages, PAGE, 1, 1)
+    draft = (d.layers, pages, PAGE, d.kv_heads(m.ranks), d.head) if d else (0, pages, PAGE, 1, 1)
     try:
         return KVPool(*(torch.zeros(shape, dtype=dtype, device=device) for shape in (target, draft, draft)))
     except RuntimeError:

@@ -9,7 +9,7 @@ DFlash drafts (arXiv:2602.06036), DDTree arranges them (arXiv:2604.12989).
 import torch
 from torch import Tensor
 
-from . import drafter, target
+from . import drafter, sampling, target
 from .params import Params
 from .state import Emitted, KVPool, Model, Shape, StepState, Tree
 
@@ -22,8 +22,7 @@ def ddtree_step(
     positions = state.length.unsqueeze(1) + tree.depth
     valid = tree.valid & state.active.unsqueeze(1)
     hidden, rows, features = verify(params, pool, state, model, tree.token, positions, valid, tree.ancestors)
-    logits = target.logits(params.target, model.target, hidden)
-    emitted = walk(state, shape, model, tree, logits, state.length.long(), state.active)
+    emitted = walk(params, state, shape, model, tree, hidden, state.length.long(), state.active)
     commit(params, pool, state, model, rows, features, emitted.path, emitted.count, emitted, state.active)
     return state, tree, emitted
 
@@ -43,9 +42,8 @@ def prefill_step(
     valid = place < count.unsqueeze(1)
     hidden, rows, features = verify(params, pool, state, model, tokens, positions, valid, None)
     last = (count - 1).view(1, 1, 1).expand(1, 1, hidden.shape[-1])
-    logits = target.logits(params.target, model.target, hidden.gather(1, last))
-    root = build_tree(state, ROOT, model, logits[:, :0])  # no marginals: the root alone
-    emitted = walk(state, ROOT, model, root, logits, state.length + count - 1, final)
+    root = build_tree(state, ROOT, model, draft(params, pool, state, ROOT, model))
+    emitted = walk(params, state, ROOT, model, root, hidden.gather(1, last), state.length + count - 1, final)
     commit(params, pool, state, model, rows, features, place, count, emitted, final)
     return state, emitted
 
@@ -53,13 +51,11 @@ def prefill_step(
 ROOT = Shape(batch=1, nodes=1, block=1, width=1)
 
 
-def draft(
-    params: Params, pool: KVPool, state: StepState, shape: Shape, model: Model
-) -> Tensor:  # [B, S - 1, V]
+def draft(params: Params, pool: KVPool, state: StepState, shape: Shape, model: Model) -> Tensor:  # [B, S - 1, V]
     """The drafter's marginals of the places after the anchor; none for a lone root."""
     if params.drafter is None or model.drafter is None or shape.nodes == 1:
         return params.target.lm_head.new_zeros(shape.batch, 0, model.target.V)
-    return drafter.draft(params.drafter, params.target, model.drafter, model.ops, pool, state, shape.block)
+    return drafter.draft(params.drafter, params.target, model.drafter, model.ops, pool, state, shape.block, model.axis)
 
 
 def build_tree(
@@ -86,21 +82,27 @@ def verify(
     """The target over all nodes at once: hidden states, pool rows, features."""
     return target.forward(
         params.target, model.target, model.ops, tokens, positions, valid,
-        pool.target, state.page_table, state.length, ancestors, model.taps,
+        pool.target, state.page_table, state.length, ancestors, model.taps, model.axis,
     )  # fmt: skip
 
 
 def walk(
+    params: Params,
     state: StepState,
     shape: Shape,
     model: Model,
     tree: Tree,
-    logits: Tensor,  # [B, N, V] f32
+    hidden: Tensor,  # [B, N, D]
     position: Tensor,  # [B] i64 of the root in the sequence
     active: Tensor,  # [B] bool
 ) -> Emitted:
     """Draw along the tree from the root for as long as the drawn token is a child."""
-    s = state.sampling
+    if model.axis is not None:
+        columns = target.columns(params.target, model.target, hidden)
+        return sampling.sample_and_walk(
+            model, model.axis, params.target.rank, columns, state, tree, position, active, shape.depth + 1
+        )
+    logits, s = target.logits(params.target, model.target, hidden), state.sampling
     tokens, count, path, finish, logprob, top_ids, top_logprobs = model.ops.sample_and_walk(
         logits, tree.token, tree.parent, position, active, shape.depth + 1,
         s.temperature, s.top_k, s.top_p, s.min_p, s.presence, s.frequency, s.repetition, s.bias, s.counts, s.seen,
@@ -128,7 +130,7 @@ def commit(
     else:
         accepted = features.gather(1, path.unsqueeze(-1).expand(-1, -1, features.shape[-1]))
         positions = state.length.unsqueeze(1) + torch.arange(path.shape[1], device=path.device)
-        k, v = drafter.context_kv(params.drafter, model.drafter, accepted, positions)
+        k, v = drafter.context_kv(params.drafter, model.drafter, accepted, positions, model.axis)
     s = state.sampling
     model.ops.commit(
         pool.target, pool.draft_k, pool.draft_v,

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from ..config import TargetModel
 from ..ops import Ops
-from .layers import angles, pair_angles, rms_norm, swiglu
+from .axis import Axis, psum
+from .layers import angles, embed, pair_angles, rms_norm, swiglu
 from .mla import attend
 from .moe import mix_experts
 from .params import MoE, TargetParams
@@ -25,22 +26,24 @@ def forward(
     length: Tensor,  # [B] i32
     ancestors: Tensor | None,  # [B, N, 2] i64; None: causal among the N
     taps: tuple[int, ...] = (),
+    axis: Axis | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Last hidden states [B, N, D] before the final norm, new pool rows [layers, B, N, L + R], and the outputs of
     the tapped layers [B, N, taps * D] in the order they are named."""
     cos, sin = pair_angles(*angles(positions, p.inv_freq, m.rope.amplitude))
-    schedule = ops.mla_schedule(length, tokens.shape[1], m.H)
+    schedule = ops.mla_schedule(length, tokens.shape[1], p.layers[0].attention.q_b.shape[0])
     context = Context(page_table, length, ancestors, schedule, cos, sin)
-    x = F.embedding(tokens, p.embed)
+    x = embed(tokens, p.embed, p.rank, axis)
     rows, outputs = [], []
     for layer, layer_pool in zip(p.layers, pool.unbind(), strict=True):
-        attended, row = attend(layer.attention, m, ops, x, layer_pool, context)
+        attended, row = attend(layer.attention, m, ops, x, layer_pool, context, axis)
         x = x + attended
         h = rms_norm(x, layer.norm, m.norm_eps)
         if isinstance(layer.mlp, MoE):
-            x = x + mix_experts(layer.mlp, m, ops, h, valid)
+            mixed = mix_experts(layer.mlp, m, ops, h, valid)
         else:
-            x = x + swiglu(h, layer.mlp.gate_up, layer.mlp.down)
+            mixed = swiglu(h, layer.mlp.gate_up, layer.mlp.down)
+        x = x + psum(mixed, axis)
         rows.append(row)
         outputs.append(x)
     features = torch.cat([outputs[i] for i in taps], -1) if taps else x[..., :0]
@@ -52,5 +55,14 @@ def logits(
     m: TargetModel,
     x: Tensor,  # [..., D] last hidden states
 ) -> Tensor:
-    """[..., V] f32."""
-    return F.linear(rms_norm(x, p.norm, m.norm_eps), p.lm_head).float()
+    """[..., V] f32; of a rank its columns."""
+    return columns(p, m, x).float()
+
+
+def columns(
+    p: TargetParams,
+    m: TargetModel,
+    x: Tensor,  # [..., D] last hidden states
+) -> Tensor:
+    """Logits of this rank's part of the vocabulary, as computed: [..., V / ranks]."""
+    return F.linear(rms_norm(x, p.norm, m.norm_eps), p.lm_head)

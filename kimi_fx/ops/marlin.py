@@ -13,17 +13,6 @@ GROUP = 32  # inputs that share a scale
 TILE_IN, TILE_OUT = 16, 64  # what a tile covers
 
 
-def shard_width(width: int, ranks: int) -> int:
-    """Columns of an expert's width that each rank of a tensor-parallel group has. ValueError where groups are cut."""
-    if width % (ranks * GROUP):
-        usable = (str(n) for n in range(1, width // GROUP + 1) if width % (n * GROUP) == 0)
-        raise ValueError(
-            f"An expert width of {width} over tp={ranks} leaves {width / ranks:g} columns a rank, no multiple of the "
-            f"INT4 group of {GROUP}: use tp={' or '.join(usable)}."
-        )
-    return width // ranks
-
-
 def unpack_words(
     words: Tensor,  # [..., K/8] int32, compressed-tensors order
 ) -> Tensor:

@@ -1,23 +1,28 @@
 """From a `Config` to what the engine runs on: geometry, weights on the device, tokenizer, stop ids."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..chat import load_template
 from ..checkpoint.configs import read_drafter, read_target
 from ..checkpoint.files import read_entries
 from ..checkpoint.load import load_drafter, load_target
 from ..checkpoint.preflight import DRAFTER, TARGET, check
+from ..checkpoint.shards import check_divides, local
 from ..compose import sampling_from
 from ..config import Config, SamplingParams, package_path
+from ..graphs.axis import Axis
 from ..graphs.params import Params, drafter_plan, target_plan
 from ..graphs.state import Model
 from ..ops import KERNELS, REFERENCE, Ops
 from ..tokenizer import Tokenizer, generation_defaults, load_tokenizer, stop_ids
 from .build import load_kernels
+from .ranks import GROUP, Place, own_place
 
 
 @dataclass(frozen=True)
@@ -51,30 +56,34 @@ class Loaded:
     text: Text
 
 
-def prepare(config: Config) -> Loaded:
+def prepare(config: Config, place: Place | None = None) -> Loaded:
     """Everything that can be checked or read before the weights. Raises ValueError, a sentence a problem."""
-    device = pick_device(config.device)
+    place, device = place or own_place(config), pick_device(config.device)
+    device = device if place.size == 1 else rank_device(config.device, device, place)
     model, folder = read_model(config, device)
+    check_divides(model.target, model.drafter, place.size)
     check(target_plan(model.target), read_entries(folder), TARGET, str(folder))
     if model.drafter and config.drafter.path:
         drafter = package_path(config.drafter.path)
         check(drafter_plan(model.drafter), read_entries(drafter), DRAFTER, str(drafter))
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
+    elif place.size > 1:
+        torch.set_num_threads(min(torch.get_num_threads(), max((os.cpu_count() or 1) // place.size, 1)))
     return Loaded(None, model, device, pick_dtype(config.dtype, device), read_text(folder, model.target.V))
 
 
-def load(config: Config, ready: Loaded | None = None, progress: bool = True) -> Loaded:
-    """`ready`, or what `prepare` gives, with the weights of target and drafter on the device."""
+def load(config: Config, ready: Loaded | None = None, progress: bool = True, mesh: DeviceMesh | None = None) -> Loaded:
+    """`ready`, or what `prepare` gives, with the weights of target and drafter on the device; on a mesh this rank's."""
     ready = ready or prepare(config)
     model, device, dtype = ready.model, ready.device, ready.dtype
     if device.type == "cuda" and model.ops is KERNELS:
         load_kernels(device)
-    target = load_target(target_folder(config), model.target, device, dtype, progress)
+    target = load_target(target_folder(config), model.target, device, dtype, progress, mesh)
     drafter = None
     if model.drafter and config.drafter.path:
-        drafter = load_drafter(package_path(config.drafter.path), model.drafter, device, dtype, progress)
-    return replace(ready, params=Params(target, drafter))
+        drafter = load_drafter(package_path(config.drafter.path), model.drafter, device, dtype, progress, mesh)
+    return replace(ready, params=local(Params(target, drafter)))
 
 
 def read_text(folder: Path, vocab: int) -> Text:
@@ -98,7 +107,8 @@ def read_model(config: Config, device: torch.device) -> tuple[Model, Path]:
     if config.drafter.path is not None:
         d = config.drafter
         drafter = read_drafter(package_path(config.drafter.path), target, d.window, d.rope_amplitude)
-    return Model(target, drafter, pick_ops(config.ops, device)), folder
+    axis = Axis(GROUP, config.mesh.tp) if config.mesh.tp > 1 else None
+    return Model(target, drafter, pick_ops(config.ops, device), axis), folder
 
 
 def target_folder(config: Config) -> Path:
@@ -122,6 +132,19 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(f"device={name!r} was asked for, but {count} CUDA devices are visible: use cpu or auto.")
     return device
+
+
+def rank_device(name: str, device: torch.device, place: Place) -> torch.device:
+    """The device of a rank. Raises ValueError where a single one was named or its machine has too few."""
+    if device.type == "cpu":
+        return device
+    if device.index is not None:
+        raise ValueError(f"device={name} names one device and mesh.tp={place.size} needs one a rank: use device=cuda.")
+    count, needed = torch.cuda.device_count(), place.size if place.port == 0 else place.device + 1
+    if needed > count:
+        raise ValueError(f"mesh.tp={place.size} needs {needed} CUDA devices here and {count} are visible.")
+    torch.cuda.set_device(place.device)
+    return torch.device("cuda", place.device)
 
 
 def pick_ops(name: str, device: torch.device) -> Ops:

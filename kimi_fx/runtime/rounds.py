@@ -31,7 +31,10 @@ def wanted(config: Config, device: torch.device) -> bool:
     """Whether steps run compiled. Raises ValueError where that was asked for and cannot be."""
     if config.run.compile and config.ops == "reference":
         raise ValueError("run.compile=true compiles the operators' kernels and ops=reference avoids them: choose one.")
-    return device.type == "cuda" and config.ops == "auto" if config.run.compile is None else config.run.compile
+    if config.run.compile and config.mesh.tp > 1:
+        raise ValueError(f"run.compile=true compiles for one rank, mesh.tp is {config.mesh.tp}: leave one of them out.")
+    alone = config.mesh.tp == 1 and config.ops == "auto"
+    return device.type == "cuda" and alone if config.run.compile is None else config.run.compile
 
 
 class Rounds:

@@ -26,8 +26,7 @@ from kimi_fx.checkpoint import (
 )
 from kimi_fx.graphs.params import Experts, TargetParams, drafter_plan, target_plan
 from kimi_fx.graphs.pytree import tree_leaves, tree_map
-from kimi_fx.ops.marlin import marlin_pack, marlin_pack_scales, marlin_unpack, marlin_unpack_scales
-from kimi_fx.ops.marlin_moe import marlin_moe
+from kimi_fx.ops.marlin import marlin_unpack, marlin_unpack_scales
 from oracles.write_checkpoint import drafter_config, target_config, write_drafter, write_shards, write_target
 
 NANO = Path(__file__).parents[2] / "kimi_fx" / "nano"
@@ -101,7 +100,8 @@ def test_dtypes_and_storage(written: tuple[Path, dict[str, Tensor]]) -> None:
         if hasattr(layer.mlp, "router"):
             assert layer.mlp.router.dtype == layer.mlp.bias.dtype == torch.float32
     assert half.inv_freq.dtype == torch.float32 and half.embed.dtype == torch.bfloat16
-    assert equal(tree_map(lambda t: None if t is None else t.float(), half), params)  # one rounding, that of bf16
+    wide = tree_map(lambda t: t.float() if t is not None and t.is_floating_point() else t, half)
+    assert equal(wide, params)  # one rounding, that of bf16
 
 
 def test_leaves_do_not_follow_the_file(tmp_path: Path, written: tuple[Path, dict[str, Tensor]]) -> None:
@@ -274,39 +274,3 @@ def test_each_file_is_opened_once(written: tuple[Path, dict[str, Tensor]], monke
     monkeypatch.setattr(load, "safe_open", lambda file, **kind: opened.append(file.name) or real(file, **kind))
     target(written[0])
     assert sorted(opened) == sorted(file.name for file in written[0].glob("*.safetensors"))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_experts_are_cut_over_ranks_before_they_are_packed(ranks: int) -> None:
-    """The ranks' partial sums add up to what the whole experts give."""
-    torch.manual_seed(0)
-    E, D, inner, T = 3, 64, 128, 5
-
-    def int4(*shape: int) -> tuple[Tensor, Tensor]:
-        words = torch.randint(-(2**31), 2**31, (*shape[:-1], shape[-1] // 8)).int()
-        return words, (torch.rand(*shape[:-1], shape[-1] // 32) * 0.02).bfloat16()
-
-    whole = Experts(*int4(E, 2, inner, D), *int4(E, D, inner))
-    x, weights = torch.randn(T, D), torch.rand(T, 1)
-    order, offsets = torch.arange(T).int(), torch.tensor([0, 2, 2, T]).int()
-
-    def run(logical: Experts) -> Tensor:
-        packed = marlin_pack(logical.w13.flatten(1, 2)), marlin_pack_scales(logical.s13.flatten(1, 2))
-        return marlin_moe(x, *packed, marlin_pack(logical.w2), marlin_pack_scales(logical.s2), weights, order, offsets)
-
-    parts = [run(load.shard_experts(whole, rank, ranks)) for rank in range(ranks)]
-    torch.testing.assert_close(sum(parts), run(whole), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("inner", "ranks", "said"),
-    [
-        (96, 2, "width of 96 over tp=2 leaves 48 columns a rank, no multiple of the INT4 group of 32: use tp=1 or 3"),
-        (128, 3, "width of 128 over tp=3 leaves 42.6667 columns a rank, .* of 32: use tp=1 or 2 or 4"),
-        (64, 4, "width of 64 over tp=4 leaves 16 columns a rank, .* of 32: use tp=1 or 2"),
-    ],
-)
-def test_a_width_that_would_cut_a_group_is_refused(inner: int, ranks: int, said: str) -> None:
-    size = [(1, 2, inner, 8), (1, 2, inner, 2), (1, 64, inner // 8), (1, 64, inner // 32)]
-    with pytest.raises(ValueError, match=said):
-        load.shard_experts(Experts(*(torch.zeros(s) for s in size)), 0, ranks)

@@ -1,7 +1,6 @@
 """The drafter against a dense one that shares no code with it; what it is fed; how long its context is."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def test_block_is_the_last_committed_token_and_masks(
     blocks: list[Tensor] = []
     lengths: list[Tensor] = []
 
-    def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+    def embed(tokens: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         blocks.append(tokens)
         return F.embedding(tokens, weight)
 
@@ -53,7 +52,7 @@ def test_block_is_the_last_committed_token_and_masks(
         lengths.append(length.clone())
         return engine.model.ops.draft_attention(q, k, v, table, length, *rest)
 
-    monkeypatch.setattr(drafter, "F", SimpleNamespace(linear=F.linear, embedding=embedding))
+    monkeypatch.setattr(drafter, "embed", embed)
     prompts = [g["prompt"].tolist() for g in golden[:2]]
     texts = [prompt + g["greedy"].tolist() for prompt, g in zip(prompts, golden, strict=False)]
     pool, state = prefilled(engine, prompts, [15, 15])

@@ -96,7 +96,7 @@ def same_after_all(probabilities: Sequence[float]) -> Tensor:
 def scripted(monkeypatch, script: Script) -> None:
     """Make every drafter propose what the script says: logits 0, -1, -2, … for its tokens, -inf for all others."""
 
-    def draft(params, target, m, ops, pool, state, block):
+    def draft(params, target, m, ops, pool, state, block, axis):
         logits = torch.full((len(state.anchor), block - 1, target.embed.shape[0]), -torch.inf)
         for b, anchor in enumerate(state.anchor.tolist()):
             for d in range(block - 1):

@@ -1,0 +1,33 @@
+"""A rank that follows: the engine of rank 0, step by step, on this rank's share of the weights. It says nothing."""
+
+import signal
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from .engine import Engine
+from .runtime.ranks import Place, Ranks
+
+
+def main(place: dict[str, Any]) -> int:
+    """Of a process that rank 0 started."""
+    return follow(Place(**place))
+
+
+def follow(place: Place) -> int:
+    """Until rank 0 has no more steps: 0; 1 where any rank has failed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, also inside a collective
+    ranks = Ranks(place)
+    try:
+        config = replace(ranks.config, run=replace(ranks.config.run, trace=None))
+        engine = Engine.open(config, progress=False, ranks=ranks)
+        while (orders := ranks.follow()) is not None:
+            for order in orders:
+                engine.obey(order)
+            engine.step()
+    except Exception as error:
+        with suppress(RuntimeError):  # rank 0 says it
+            ranks.fail(error)
+        return 1
+    ranks.close()
+    return 0

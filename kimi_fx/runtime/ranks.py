@@ -1,0 +1,174 @@
+"""The ranks of one engine: who they are, how they start, meet, get orders, and end together.
+
+The process that calls the engine is rank 0. It starts the others on this machine, or torchrun has started all; each of
+them runs the same engine, one step for every step of rank 0, which tells them what was added and cancelled in between.
+One process group carries both: tensors on CUDA through NCCL, tensors on the CPU through gloo.
+"""
+
+import pickle
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..checkpoint.shards import AXES
+from ..config import Config, environment
+from .watch import Watch
+
+GROUP = "0"  # torch's name of a process's first group; the same in all processes, so that graphs are, too
+FOREVER = timedelta(days=365)  # a rank may wait that long for the next request; `Watch` finds one that hangs
+HEADER, LENGTH = 512, 8  # bytes of an order's first part, and of its length therein
+FOLLOW = "import sys; sys.path[:] = {path!r}; from kimi_fx.follow import main; sys.exit(main({place!r}))"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands among the ranks."""
+
+    rank: int
+    size: int
+    device: int  # index among the devices of its machine
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: rank 0 opens one and starts the others
+    prefix: str = "kimi_fx"  # of keys in the store
+    serves: bool = True  # rank 0 keeps the store; else the launcher does
+
+
+def own_place(config: Config) -> Place:
+    """Of a process that is not told: from torchrun's variables, else rank 0. Raises ValueError if numbers disagree."""
+    size, launched = config.mesh.tp, launched_place()
+    if launched and launched.size != size:
+        raise ValueError(f"torchrun started {launched.size} processes and mesh.tp is {size}: give the same number.")
+    if launched and launched.rank:
+        raise ValueError(
+            "under torchrun only `python -m kimi_fx` shares an engine: start a script once, it starts the other ranks."
+        )
+    return launched or Place(0, size, 0)
+
+
+def launched_place() -> Place | None:
+    """What torchrun says, if it started this process."""
+    rank, size, host, port = (environment(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if rank is None or size is None or host is None or port is None:
+        return None
+    served = environment("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    prefix = f"kimi_fx/{environment('TORCHELASTIC_RESTART_COUNT') or 0}"
+    return Place(int(rank), int(size), int(environment("LOCAL_RANK") or 0), host, int(port), prefix, not served)
+
+
+class Ranks:
+    """This process among the ranks. `config` is rank 0's and goes to all."""
+
+    def __init__(self, place: Place, config: Config | None = None) -> None:
+        if dist.is_initialized():
+            raise RuntimeError("this process is in a process group already: one engine with mesh.tp above 1 at a time.")
+        serves = place.rank == 0 and place.serves
+        self.server = TCPStore(place.host, place.port, is_master=serves, wait_for_workers=False)
+        self.place = Place(**vars(place) | {"port": self.server.port})
+        self.store = PrefixStore(place.prefix, self.server)
+        self.followers = [start(self.place, rank) for rank in range(1, place.size)] if place.port == 0 else []
+        if config is not None:
+            self.store.set("config", pickle.dumps(config).hex())
+        self.config: Config = config or pickle.loads(bytes.fromhex(wait_for(self.store, "config")))
+        watching = PrefixStore(place.prefix, TCPStore(place.host, self.place.port, wait_for_workers=False))
+        self.watch = Watch(place.rank, place.size, watching, self.followers, self.config.mesh.timeout)
+        self.watch.start()
+        self.ended = False
+
+    def join(self, device: torch.device) -> DeviceMesh:
+        """Wait for the other processes and make the mesh."""
+        self.meet("started")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store = PrefixStore("group", self.store)
+        rank, size = self.place.rank, self.place.size
+        dist.init_process_group(backend, timeout=FOREVER, rank=rank, world_size=size, store=store)
+        everybody = dist.distributed_c10d._get_default_group()
+        assert everybody.group_name == GROUP
+        mesh = DeviceMesh.from_group(everybody, device.type, mesh_dim_names=AXES)
+        dist.all_reduce(torch.zeros(1, device=device))  # connects, so that the first round finds connections
+        return mesh
+
+    def meet(self, where: str) -> None:
+        """Wait until all ranks are here. Raises RuntimeError where one has failed."""
+        self.store.add(where, 1)
+        while self.store.add(where, 0) < self.place.size:
+            self.watch.check()
+            time.sleep(0.02)
+
+    def lead(self, orders: list[Any]) -> None:
+        """Rank 0 begins a step; the others get what happened before it."""
+        if self.ended:
+            raise RuntimeError(f"the ranks have ended ({self.watch.cause or 'interrupted'}): start a new process.")
+        self.watch.begin()
+        self.send(orders)
+
+    def send(self, orders: list[Any] | None) -> None:
+        """Orders to all others, in one part if they are short."""
+        data = pickle.dumps(orders)
+        whole = torch.frombuffer(bytearray(len(data).to_bytes(LENGTH, "little") + data), dtype=torch.uint8)
+        first = torch.zeros(HEADER, dtype=torch.uint8)
+        first[: len(whole)] = whole[:HEADER]
+        dist.broadcast(first, 0)
+        if len(whole) > HEADER:
+            dist.broadcast(whole[HEADER:].clone(), 0)
+
+    def follow(self) -> list[Any] | None:
+        """What rank 0 sends, once it does; None: there are no more steps."""
+        first = torch.zeros(HEADER, dtype=torch.uint8)
+        dist.broadcast(first, 0)
+        self.watch.begin()
+        length = LENGTH + int.from_bytes(first[:LENGTH].numpy().tobytes(), "little")
+        if length > HEADER:
+            rest = torch.zeros(length - HEADER, dtype=torch.uint8)
+            dist.broadcast(rest, 0)
+            first = torch.cat((first, rest))
+        return pickle.loads(first[LENGTH:length].numpy().tobytes())
+
+    def fail(self, error: BaseException) -> None:
+        """End all ranks for this rank's error. Raises RuntimeError with the first cause where another rank had it."""
+        own = self.ended or not isinstance(error, Exception) or self.watch.report(error)
+        self.close(broken=True)
+        if not own:
+            raise RuntimeError(self.watch.cause) from error
+
+    def close(self, broken: bool = False) -> None:
+        """End the followers: after their last step, or at once where a step was broken off."""
+        if self.ended:
+            return
+        self.ended = True
+        broken = broken or self.watch.cause is not None
+        self.watch.over.set()
+        if self.place.rank == 0 and not broken and dist.is_initialized():
+            self.send(None)
+        for follower in self.followers:
+            end(follower, 0.0 if broken else 5.0)
+        if dist.is_initialized() and not broken:
+            dist.destroy_process_group()
+
+
+def start(place: Place, rank: int) -> "subprocess.Popen[bytes]":
+    """A follower on this machine, out of reach of the terminal's Ctrl-C: rank 0 ends it."""
+    own = vars(place) | {"rank": rank, "device": rank, "serves": False}
+    code = FOLLOW.format(path=sys.path, place=own)
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def end(follower: "subprocess.Popen[bytes]", patience: float) -> None:
+    try:
+        follower.wait(patience)
+    except subprocess.TimeoutExpired:
+        follower.kill()
+        follower.wait()
+
+
+def wait_for(store: Store, key: str) -> str:
+    """A key's value, once rank 0 has set it."""
+    store.wait([key], FOREVER)
+    return store.get(key).decode()
