@@ -87,9 +87,15 @@ Tensor mla_tree_verify(const Tensor& q, const Tensor& pool, const Tensor& page_t
     if (ancestors) check(*ancestors, "ancestors", ScalarType::Long, 3);
     int B = q.size(0), N = q.size(1), H = q.size(2);
     STD_TORCH_CHECK(q.size(3) == mla::kRow && pool.size(1) == mla::kPage && pool.size(2) == mla::kRow,
-                    "rows of 512 + 64 columns and pages of 64 tokens are built, found ", q.size(3), " columns.");
+                    "rows of 512 + 64 columns and pages of 64 tokens are built, found q of ", q.size(3),
+                    " columns and pages of ", pool.size(1), " x ", pool.size(2), ".");
     STD_TORCH_CHECK(!ancestors || N <= mla::kMaxTree, "a tree has at most 128 nodes, found ", N, ".");
     STD_TORCH_CHECK(schedule.size(0) == mla::schedule_size(B, N, H), "the schedule is of another shape.");
+    STD_TORCH_CHECK(page_table.size(0) == B && length.size(0) == B && rows.size(0) == B && rows.size(1) == N &&
+                        rows.size(2) == mla::kRow && pool.size(0) > 0,
+                    "page_table, length or rows do not fit q of ", B, " requests and ", N, " nodes.");
+    STD_TORCH_CHECK(!ancestors || (ancestors->size(0) == B && ancestors->size(1) == N && ancestors->size(2) == 2),
+                    "ancestors do not fit q of ", B, " requests and ", N, " nodes.");
 
     torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
     Device device = device_of(q);

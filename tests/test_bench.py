@@ -110,6 +110,29 @@ def test_kernel_benchmarks_say_what_they_need(name, capsys, monkeypatch):
     assert f"bench {name} takes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["mla", "nodes=[0]"], "nodes takes numbers from 1 to 4096, found 0"),
+        (["mla", "nodes=[-3]"], "found -3"),
+        (["mla", "contexts=[abc]"], "contexts takes numbers from 0 to 262144, found abc"),
+        (["mla", "batch=[]"], "batch takes one or more numbers from 1 to 64, found none"),
+        (["mla", "heads"], "heads takes one or more"),
+        (["mla", "batch=[4]", "nodes=[129]"], "chunk of several requests"),
+        (["mla", "batch=[64]", "nodes=[128]"], "batch=64 with nodes=128 is more than 4096 rows"),
+        (["moe", "inner=[100]"], "inner takes multiples of 64 from 64 to 2048, found 100"),
+        (["moe", "tokens=[1e3]"], "tokens takes numbers from 1 to 4096, found 1e3"),
+        (["moe", "routing=[uniform, even]"], "routing takes some of uniform, zipf, found uniform, even"),
+        (["moe", "routing=[]"], "found none"),
+        (["mla", "folder=nowhere"], "folder=nowhere is none"),
+    ],
+)
+def test_kernel_benchmarks_refuse_first(words, said, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main(["bench", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_heat_map():
     """A square and its ratio for each cell, and every row and column named."""
     cells = [

@@ -31,38 +31,73 @@ def nvcc(tmp_path: Path, monkeypatch):
     return install
 
 
-def test_built_once_for_each_choice_of_archs(nvcc):
+def test_built_once_for_each_arch(nvcc):
     calls = nvcc()
-    library = build(["sm_80"])
+    library = build("sm_80")
     first = calls()
     assert library.read_text() == "made\n" and first > 4  # every source, and the link
-    assert build(["sm_80"]) == library and calls() == first
-    assert build(["sm_80", "sm_90a"]) != library and calls() == 2 * first
+    assert build("sm_80") == library and calls() == first
+    assert build("sm_90a") != library and calls() == 2 * first
+
+
+def test_what_is_cached_needs_neither_nvcc_nor_a_writable_folder(nvcc, monkeypatch, tmp_path):
+    nvcc()
+    library = build("sm_80")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("kimi_fx.runtime.build.locked", None)
+    assert build("sm_80") == library
 
 
 def test_a_failed_compile_says_why_and_leaves_nothing(nvcc, tmp_path):
     nvcc("combine.cu")
     with pytest.raises(RuntimeError, match=r"(?s)combine\.cu.*no such thing"):
-        build(["sm_80"])
+        build("sm_80")
     assert not list((tmp_path / "cache").glob("*.so")) and not list((tmp_path / "cache").glob("*/"))
     nvcc()
-    assert build(["sm_80"]).exists()
+    assert build("sm_80").exists()
+
+
+def test_what_a_killed_build_left_goes_with_the_next(nvcc, tmp_path):
+    nvcc()
+    library = build("sm_80")
+    library.unlink()
+    left = tmp_path / "cache" / f"{library.stem}-killed"
+    left.mkdir()
+    (left / "mma.o").touch()
+    assert build("sm_80") == library and not left.exists()
+
+
+def test_a_broken_nvcc(nvcc, tmp_path):
+    nvcc()
+    (tmp_path / "nvcc").write_text("#!/bin/sh\necho cannot find libcudart >&2; exit 127\n")
+    with pytest.raises(RuntimeError, match="(?s)--version.*cannot find libcudart"):
+        build("sm_80")
+
+
+def test_a_file_for_a_cache(nvcc, monkeypatch, tmp_path):
+    nvcc()
+    for place in (tmp_path / "nvcc", tmp_path / "nvcc" / "below"):
+        monkeypatch.setenv("KIMI_FX_CACHE", str(place))
+        with pytest.raises(ValueError, match="lies on a file: set KIMI_FX_CACHE to a folder"):
+            build("sm_80")
 
 
 def test_no_nvcc(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    with pytest.raises(ValueError, match="nvcc was found neither on PATH nor in .* or use ops=reference"):
-        build(["sm_80"])
+    with pytest.raises(ValueError, match="nvcc was found neither on PATH nor in .* takes ops=reference"):
+        build("sm_80")
 
 
-@pytest.mark.parametrize("words", [["arch=sm_75"], ["sm_80,sm_9"], ["jobs=4"]])
-def test_unknown_words(words):
-    with pytest.raises(ValueError, match="build takes arch= with some of sm_80, sm_90a, sm_120, found"):
-        command(words)
+@pytest.mark.parametrize("word", ["arch=sm_75", "sm_80,sm_9", "arch=sm_90", "arch=sm_80a", "jobs=4", "arch="])
+def test_unknown_words(word):
+    with pytest.raises(ValueError, match="build takes arch= with some of sm_80, sm_90a, sm_120 and the like, found"):
+        command([word])
 
 
-def test_the_command_prints_the_library(nvcc, capsys):
+def test_the_command_prints_each_library_once(nvcc, capsys):
     nvcc()
-    assert command(["arch=[sm_80,sm_120]"]) == 0
-    assert Path(capsys.readouterr().out.strip()).exists()
+    assert command(["arch=[sm_80,sm_120]", "arch=sm_80", "arch=sm_89"]) == 0
+    printed = capsys.readouterr().out.split()
+    assert [Path(p).name.split("-")[1] for p in printed] == ["sm_80", "sm_120", "sm_89"]
+    assert all(Path(p).exists() for p in printed) and printed[0] == str(build("sm_80"))

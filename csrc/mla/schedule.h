@@ -75,6 +75,7 @@ struct Walk {
         piece.length = p.length[piece.request];
         piece.prefix = ceil_div(piece.length, kPage);
         int tiles = piece.prefix + tree_tiles(p.N, p.H, p.M, t);
+        if (tile >= tiles) return false;  // a schedule of other lengths
         piece.tile = tile;
         piece.end = min(tiles, tile + units);
         piece.slot = tile == 0 ? (piece.end == tiles ? -1 : 2 * block + 1) : 2 * block;

@@ -77,14 +77,27 @@ def seconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def asked(name: str, known: Sequence[str], overrides: Sequence[str]) -> tuple[dict[str, list[str]], Path]:
-    """The lists given as `key=[a,b]`, and `folder=`. ValueError for other keys or without a CUDA device."""
+    """The lists given as `key=[a,b]`, and `folder=`. ValueError for other keys, no folder, or no CUDA device."""
     words = dict(word.partition("=")[::2] for word in overrides)
     folder = Path(words.pop("folder", "."))
     if not set(words) <= set(known):
         raise ValueError(f"bench {name} takes {', '.join(known)} and folder, found {', '.join(words)}.")
+    if not folder.is_dir():
+        raise ValueError(f"bench {name} writes into a folder, and folder={folder} is none.")
     if not torch.cuda.is_available():
         raise ValueError(f"bench {name} needs a CUDA device, none is visible.")
-    return {key: [word for word in text.strip("[]").split(",") if word] for key, text in words.items()}, folder
+    return {key: [w.strip() for w in text.strip("[]").split(",") if w.strip()] for key, text in words.items()}, folder
+
+
+def numbers(key: str, words: Sequence[str], least: int, most: int, step: int = 1) -> list[int]:
+    """A list's numbers. ValueError for anything else, for none, or for one that is out of range."""
+    range_ = f"multiples of {step} from {least} to {most}" if step > 1 else f"numbers from {least} to {most}"
+    for word in words:
+        if not word.isdigit() or not least <= int(word) <= most or int(word) % step:
+            raise ValueError(f"{key} takes {range_}, found {word}.")
+    if not words and key != "peers":
+        raise ValueError(f"{key} takes one or more {range_}, found none.")
+    return [int(word) for word in words]
 
 
 def result(card: Rates, cells: Cells) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..ops.mla_tree_verify import mla_schedule, mla_tree_verify, visible
 from ..runtime.build import load_kernels
-from .device import Rates, asked, heat_map, per_layer, rates, report, rested, result
+from .device import Rates, asked, heat_map, numbers, per_layer, rates, report, rested, result
 from .record import say
 
 LAYERS = 61
@@ -34,6 +34,7 @@ DEFAULTS = {
     "heads": [8],
     "peers": [5500],  # contexts at which the peers run too
 }
+LIMITS = {"contexts": (0, 262_144), "nodes": (1, 4096), "batch": (1, 64), "heads": (1, 128), "peers": (0, 262_144)}
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def measure(choice: dict[str, list[int]]) -> dict[str, Any]:
         others = peers(s, x) if context in choice["peers"] and nodes in (16, 64) and batch == 1 else {}
         cells.append(
             asdict(s)
+            | {"requests": f"{batch} x {context:,}" + (f", {heads} heads" if heads != 8 else "")}
             | {"GB/s": s.bytes / seconds / 1e9, "TFLOP/s": s.operations / seconds / 1e12}
             | {"floor us": floor * 1e6, "over floor": seconds / floor}
             | {f"{name}us": t * 1e6 for name, t in times.items()}
@@ -147,12 +149,21 @@ def measure(choice: dict[str, list[int]]) -> dict[str, Any]:
     return result(card, cells)
 
 
+def chosen(given: dict[str, list[str]]) -> dict[str, list[int]]:
+    """The lists to measure. ValueError for numbers that the operator does not take."""
+    lists = DEFAULTS | {key: numbers(key, words, *LIMITS[key]) for key, words in given.items()}
+    batch, nodes = max(lists["batch"]), max(lists["nodes"])
+    if batch * nodes > 4096 or (nodes > TREE and batch > 1):
+        raise ValueError(f"batch={batch} with nodes={nodes} is more than 4096 rows, or a chunk of several requests.")
+    return lists
+
+
 def run(overrides: Sequence[str]) -> int:
     """Takes `contexts=[1000,5500] nodes=[16] batch=[1] heads=[8] peers=[]`, and `folder=` for JSON and picture."""
     given, folder = asked("mla", list(DEFAULTS), overrides)
-    found = measure(DEFAULTS | {key: [int(n) for n in words] for key, words in given.items()})
+    found = measure(chosen(given))
     heads = ["batch", "heads", "context", "nodes", "us", "rested us", "GB/s", "TFLOP/s", "floor us", "over floor"]
     heads += ["compiled torch / ours", "sdpa / ours"]
-    picture = heat_map(found["cells"], "context", "nodes")
+    picture = heat_map(found["cells"], "requests", "nodes")
     report("mla", found, heads, picture, folder, f"at most {LAYERS} layers in a graph")
     return 0

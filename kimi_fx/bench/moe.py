@@ -21,7 +21,7 @@ from ..ops.marlin import GROUP
 from ..ops.marlin_moe import marlin_moe
 from ..ops.moe_route import moe_route
 from ..runtime.build import load_kernels
-from .device import Cells, Rates, asked, heat_map, per_layer, rates, report, result
+from .device import Cells, Rates, asked, heat_map, numbers, per_layer, rates, report, result
 from .record import say
 
 E, K, D = 384, 8, 7168  # Kimi K2
@@ -35,6 +35,7 @@ DEFAULTS: dict[str, list[Any]] = {
     "routing": ["uniform"],
     "peers": [16, 64],  # tokens at which plain PyTorch runs too, inner 256 and uniform
 }
+LIMITS = {"tokens": (1, 4096), "inner": (64, 2048, 64), "peers": (1, 4096)}
 
 
 @dataclass(frozen=True)
@@ -190,14 +191,15 @@ def measure_width(
 
 def chosen(given: dict[str, list[str]]) -> tuple[list[Shape], list[int]]:
     """What to measure, and at which tokens the peer runs; without lists the standard cells."""
-    peers = [int(n) for n in given.pop("peers", DEFAULTS["peers"])]
-    if not given:
-        return STANDARD, peers
-    lists = DEFAULTS | given
-    if not set(lists["routing"]) <= set(ROUTINGS):
-        raise ValueError(f"routing takes some of {', '.join(ROUTINGS)}, found {', '.join(lists['routing'])}.")
-    keys = ("inner", "routing", "tokens")
-    return [Shape(int(t), int(i), r) for i, r, t in product(*(lists[key] for key in keys))], peers
+    lists = DEFAULTS | {key: numbers(key, given[key], *LIMITS[key]) for key in LIMITS if key in given}
+    lists |= {"routing": given.get("routing", DEFAULTS["routing"])}
+    if not lists["routing"] or not set(lists["routing"]) <= set(ROUTINGS):
+        raise ValueError(f"routing takes some of {', '.join(ROUTINGS)}, found {', '.join(lists['routing']) or 'none'}.")
+    if not set(given) - {"peers"}:
+        return STANDARD, lists["peers"]
+    return [Shape(t, i, r) for i, r, t in product(*(lists[key] for key in ("inner", "routing", "tokens")))], lists[
+        "peers"
+    ]
 
 
 def run(overrides: Sequence[str]) -> int:

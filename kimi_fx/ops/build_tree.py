@@ -80,7 +80,7 @@ def reference(
         zip(anchor.tolist(), budget.tolist(), tokens.tolist(), log_prob.tolist(), strict=True)
     ):
         bits = [1 << i for i in range(nodes)]
-        for i, (s, d, above, rank) in enumerate(best_first(gains, most)):
+        for i, (s, d, above, rank) in enumerate(best_first(gains, min(most, nodes - 1))):
             score[b][i], depth[b][i], parent[b][i] = s, d, above
             token[b][i] = ids[d - 1][rank] if i else root
             bits[i] |= bits[above] if i else 0

@@ -37,7 +37,7 @@ def reference(
     rows = _grouped(silu(gate) * up, runs, hit, w2, s2)
     pairs = torch.empty_like(rows)
     pairs[order] = rows
-    return (weights.unsqueeze(2) * pairs.view(tokens, k, -1)).sum(1).to(x.dtype)
+    return (weights.unsqueeze(2) * pairs.view(tokens, k, x.shape[1])).sum(1).to(x.dtype)
 
 
 def _grouped(rows: Tensor, runs: list[int], hit: list[int], w: Tensor, scales: Tensor | None) -> Tensor:

@@ -14,6 +14,9 @@ from torch import Tensor
 from ..config import PAGE
 from .library import kernels
 
+TREE = 128  # nodes, a bit each
+SCHEDULE = 4 * 256 + 2 * 524_288 // 64  # of as many rows as the kernels take
+
 
 def schedule_reference(
     length: Tensor,  # [B] i32 committed tokens
@@ -25,7 +28,9 @@ def schedule_reference(
 
 
 def schedule_size(requests: int, nodes: int, heads: int) -> int:
-    """A record of 4 for each of 256 blocks at most, 2 for each row tile."""
+    """A record of 4 for each of 256 blocks at most, 2 for each row tile. ValueError for no nodes or no heads."""
+    if nodes < 1 or heads < 1:
+        raise ValueError(f"a schedule is for one or more nodes and heads, found {nodes} and {heads}.")
     rows = nodes * heads
     tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
     return 4 * 256 + 2 * requests * ((rows + tile - 1) // tile)
@@ -42,6 +47,7 @@ def verify_reference(
     latent: int,  # L
     scale: float,
 ) -> Tensor:  # [B, N, H, L]
+    check(q, pool, page_table, length, rows, ancestors)
     N = q.shape[1]
     hidden = ~visible(ancestors, N) if ancestors is not None else q.new_ones(1, N, N, dtype=torch.bool).triu(1)
     hidden = hidden.unsqueeze(2).expand(q.shape[0], N, 1, N)
@@ -53,6 +59,20 @@ def verify_reference(
         scores[..., :N].masked_fill_(hidden[b], -torch.inf)
         out[b] = scores.softmax(-1).to(q.dtype) @ keys[:, :latent]
     return out
+
+
+def check(q: Tensor, pool: Tensor, page_table: Tensor, length: Tensor, rows: Tensor, ancestors: Tensor | None) -> None:
+    """Raise ValueError where the arguments disagree in shape or are of another integer type."""
+    B, N, _, width = q.shape
+    bits = ((B, N, 2), torch.int64) if ancestors is not None else None
+    wanted = ((PAGE, width), (B,), torch.int32, (B,), torch.int32, (B, N, width), bits)
+    seen = ((*ancestors.shape,), ancestors.dtype) if ancestors is not None else None
+    table = (page_table.shape[:-1], page_table.dtype)
+    if (pool.shape[1:], *table, length.shape, length.dtype, rows.shape, seen) != wanted:
+        names = ("pages", "page_table", "its dtype", "length", "its dtype", "rows", "ancestors")
+        found = ((*pool.shape[1:],), (*table[0],), table[1], (*length.shape,), length.dtype, (*rows.shape,), seen)
+        wrong = [f"{n} {f} instead of {w}" for n, f, w in zip(names, found, wanted, strict=True) if f != w]
+        raise ValueError(f"with q of {list(q.shape)} attention was given {', '.join(wrong)}.")
 
 
 def visible(
@@ -85,13 +105,16 @@ def _(
     latent: int,
     scale: float,
 ) -> Tensor:
+    check(q, pool, page_table, length, rows, ancestors)
     return q.new_empty(*q.shape[:3], latent)
 
 
 @mla_schedule.register_kernel("cuda")
 def _(length: Tensor, nodes: int, heads: int) -> Tensor:
     loaded = kernels("mla_schedule")
-    return loaded.mla_schedule(length, nodes, heads) if loaded else schedule_reference(length, nodes, heads)
+    if loaded is None or not 0 < schedule_size(length.shape[0], nodes, heads) <= SCHEDULE:
+        return schedule_reference(length, nodes, heads)
+    return loaded.mla_schedule(length.contiguous(), nodes, heads)
 
 
 @mla_tree_verify.register_kernel("cuda")
@@ -109,5 +132,11 @@ def _(
     loaded = kernels("mla_tree_verify")
     if loaded is None or q.dtype != torch.bfloat16 or (latent, q.shape[3]) != (512, 576):
         return verify_reference(q, pool, page_table, length, rows, ancestors, schedule, latent, scale)
+    check(q, pool, page_table, length, rows, ancestors)
+    (B, N, H), most = q.shape[:3], TREE if ancestors is not None else 4096
+    if not (1 <= B <= 64 and N <= most and H <= 128 and schedule_size(B, N, H) <= SCHEDULE):
+        raise ValueError(
+            f"q is {list(q.shape)}: the kernels take 1 to 64 requests, {most} nodes each, 128 heads, 524288 rows."
+        )
     whole = (x if x is None else x.contiguous() for x in (q, pool, page_table, length, rows, ancestors))
     return loaded.mla_tree_verify(*whole, schedule, scale)

@@ -24,7 +24,10 @@ def reference(
     weights  [T, k] f32  scale * score / (sum of the k scores + 1e-20), scores without bias; 0 for padding
     order    [T*k] i32   pairs (token * k + slot) stably sorted by expert, padding last
     offsets  [E+1] i32   expert e owns order[offsets[e] : offsets[e+1]]; offsets[E] counts the real pairs
+
+    ValueError where the arguments disagree in shape, or for fewer than one expert a token or more than there are.
     """
+    check(logits, bias, valid, k)
     experts = logits.shape[1]
     valid = valid.unsqueeze(1)
     score = logits.sigmoid()
@@ -35,10 +38,20 @@ def reference(
     by_expert, order = torch.where(valid, ids, experts).flatten().sort(stable=True)
     first = torch.arange(experts + 1, device=logits.device)
     offsets = torch.searchsorted(by_expert, first, out_int32=True)
-    return torch.where(valid, ids, -1).int(), weights, order.int(), offsets
+    return torch.where(valid, ids, -1).int().contiguous(), weights.contiguous(), order.int(), offsets
+
+
+def check(logits: Tensor, bias: Tensor, valid: Tensor, k: int) -> None:
+    tokens, experts = logits.shape
+    if bias.shape != (experts,) or valid.shape != (tokens,) or not 1 <= k <= experts:
+        raise ValueError(
+            f"top {k} of logits [{tokens}, {experts}] with bias {list(bias.shape)} and valid {list(valid.shape)} was "
+            "asked for: one bias an expert, one valid a token, and no more experts a token than there are."
+        )
 
 
 def fake(logits: Tensor, bias: Tensor, valid: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check(logits, bias, valid, k)
     tokens, experts = logits.shape
     return (
         logits.new_empty((tokens, k), dtype=torch.int32),
@@ -57,4 +70,5 @@ def _(logits: Tensor, bias: Tensor, valid: Tensor, k: int, scale: float) -> tupl
     loaded = kernels("moe_route")
     if loaded is None or logits.dtype != torch.float32 or k > 32 or logits.shape[1] > 1024:
         return reference(logits, bias, valid, k, scale)
+    check(logits, bias, valid, k)
     return loaded.moe_route(logits.contiguous(), bias.contiguous(), valid.contiguous(), k, scale)

@@ -25,7 +25,7 @@ from ..config import environment
 
 LIBRARY = "kimi_fx_cuda"  # also the namespace of its operators
 FOLDERS = (".", "common", "mla", "moe", "round")  # of csrc
-ARCHS = ("sm_80", "sm_90a", "sm_120")
+ARCHS = ("sm_80", "sm_90a", "sm_120")  # a kernel family each; others of 8.0 and up take one of these families
 FLAGS = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL")
 
 
@@ -36,29 +36,32 @@ def load_kernels(device: torch.device) -> None:
     """
     if hasattr(getattr(torch.ops, LIBRARY), "mla_tree_verify"):
         return
-    library = build([own_arch(device)])
+    library = build(own_arch(device))
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
-        raise RuntimeError(f"{library} could not be loaded: {error.__cause__ or error}") from error
+        raise RuntimeError(
+            f"{library} could not be loaded: {error.__cause__ or error}. Delete it to have it compiled again."
+        ) from error
 
 
-def build(archs: Sequence[str]) -> Path:
-    """The library for these architectures, compiled unless the cache has it."""
-    nvcc = find_nvcc()
-    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    check_driver(version)
+def build(arch: str) -> Path:
+    """The library for an architecture, compiled unless the cache has it; only then is nvcc needed."""
     found = (source for folder in FOLDERS for source in (source_folder() / folder).iterdir())
     sources = sorted(source for source in found if source.suffix in (".cu", ".cpp", ".h"))
-    flags = [*FLAGS, *(f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}" for arch in archs)]
-    key = hashlib.sha256("\n".join([version, torch.__version__, *flags]).encode())
+    flags = [*FLAGS, f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"]
+    key = hashlib.sha256("\n".join([torch.__version__, *flags]).encode())
     for source in sources:
         key.update(source.name.encode() + b"\0" + source.read_bytes())
     folder = cache_folder()
-    library = folder / f"{LIBRARY}-{key.hexdigest()[:16]}.so"
+    library = folder / f"{LIBRARY}-{arch}-{key.hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    nvcc = find_nvcc()
+    check_driver(nvcc)
     with locked(folder / f"{library.stem}.lock"):
         if not library.exists():
-            print(f"compiling the CUDA kernels for {', '.join(archs)}", file=sys.stderr, flush=True)
+            print(f"compiling the CUDA kernels for {arch}", file=sys.stderr, flush=True)
             compile_library(nvcc, [s for s in sources if s.suffix != ".h"], flags, library)
     return library
 
@@ -72,7 +75,10 @@ def compile_library(nvcc: str, sources: list[Path], flags: list[str], library: P
         run([nvcc, *flags, f"-I{root / 'include'}", f"-I{source_folder()}", "-c", str(source), "-o", str(target)])
         return str(target)
 
-    with tempfile.TemporaryDirectory(dir=library.parent) as work, ThreadPoolExecutor(os.cpu_count()) as pool:
+    for broken_off in library.parent.glob(f"{library.stem}-*/"):
+        shutil.rmtree(broken_off)
+    room = tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{library.stem}-")
+    with room as work, ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, sources))
         link = ["-shared", f"-L{root / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch"]
         made = Path(work) / library.name
@@ -80,10 +86,12 @@ def compile_library(nvcc: str, sources: list[Path], flags: list[str], library: P
         os.replace(made, library)
 
 
-def run(command: list[str]) -> None:
+def run(command: list[str]) -> str:
+    """What the command prints. Raises RuntimeError with its errors where it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"nvcc failed: {' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def own_arch(device: torch.device) -> str:
@@ -100,16 +108,17 @@ def find_nvcc() -> str:
     home = Path(environment("CUDA_HOME") or "/usr/local/cuda") / "bin"
     found = shutil.which("nvcc") or shutil.which("nvcc", path=str(home))
     if found is None:
+        toolkit = " ".join(("the CUDA toolkit", *filter(None, [torch.version.cuda])))
         raise ValueError(
-            f"nvcc was found neither on PATH nor in {home}: install the CUDA toolkit {torch.version.cuda or ''} or "
-            "set CUDA_HOME to compile the kernels, or use ops=reference."
+            f"nvcc was found neither on PATH nor in {home}: install {toolkit} or set CUDA_HOME to compile the kernels; "
+            "generation without them takes ops=reference."
         )
     return found
 
 
-def check_driver(version: str) -> None:
-    """Raises ValueError where the driver is of an older CUDA generation than nvcc."""
-    number = ctypes.c_int(0)
+def check_driver(nvcc: str) -> None:
+    """Raises ValueError where the driver is of an older CUDA generation than nvcc, RuntimeError for a broken nvcc."""
+    number, version = ctypes.c_int(0), run([nvcc, "--version"])
     if torch.cuda.is_available():
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
     driver, release = number.value, re.search(r"release (\d+)\.(\d+)", version)
@@ -127,9 +136,13 @@ def source_folder() -> Path:
 
 
 def cache_folder() -> Path:
+    """KIMI_FX_CACHE, else kimi_fx in the user's cache; made if need be. Raises ValueError where it is no folder."""
     own, shared = environment("KIMI_FX_CACHE"), environment("XDG_CACHE_HOME")
-    folder = Path(own) if own else Path(shared or "~/.cache").expanduser() / "kimi_fx"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = (Path(own) if own else Path(shared or "~/.cache") / "kimi_fx").expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"{folder} lies on a file: set KIMI_FX_CACHE to a folder.") from None
     return folder
 
 
@@ -142,12 +155,27 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def command(overrides: Sequence[str]) -> int:
-    """`kimi-fx build [arch=sm_80,sm_90a,sm_120]`: without `arch`, this machine's own. Prints the library's path."""
+    """`kimi-fx build [arch=sm_80,sm_90a,sm_120]`: without `arch`, this machine's own. Prints a library's path each."""
     words = [word.removeprefix("arch=").strip("[]") for word in overrides]
     archs = [arch for word in words for arch in word.split(",")]
-    if not set(archs) <= set(ARCHS):
-        raise ValueError(f"build takes arch= with some of {', '.join(ARCHS)}, found {' '.join(overrides)}.")
+    if not all(known(arch) for arch in archs):
+        raise ValueError(
+            f"build takes arch= with some of {', '.join(ARCHS)} and the like, found {' '.join(overrides)}."
+        )
     if not archs and not torch.cuda.is_available():
         raise ValueError(f"no CUDA device is visible to build for: name one or more with arch={','.join(ARCHS)}.")
-    print(build(archs or [own_arch(torch.device("cuda"))]))
+    for arch in dict.fromkeys(archs or [own_arch(torch.device("cuda"))]):
+        print(build(arch), flush=True)
     return 0
+
+
+def known(arch: str) -> bool:
+    """Whether nvcc and the kernels know it: 8.0 and up; 9.0 has instructions that only sm_90a names."""
+    number = re.fullmatch(r"sm_(\d{2,3})", arch.removesuffix("a"))
+    return (
+        arch == "sm_90a"
+        or number is not None
+        and arch == f"sm_{number[1]}"
+        and int(number[1]) >= 80
+        and arch != "sm_90"
+    )

@@ -262,3 +262,9 @@ def test_opcheck(depths):
     logits = torch.randn(2, depths, 30, generator=torch.Generator().manual_seed(9))
     budget, width = torch.tensor([3, 7]), torch.tensor([1, 30])
     torch.library.opcheck(module.build_tree, (logits, torch.tensor([1, 2]), budget, width, 8, 7))
+
+
+def test_a_budget_beyond_the_nodes_fills_them():
+    logits = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    beyond, all_ = (build(logits, [most, most], [8, 8], nodes=4) for most in (9, 3))
+    assert all(torch.equal(a, b) for a, b in zip(beyond, all_, strict=True))

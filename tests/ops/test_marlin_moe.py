@@ -193,3 +193,11 @@ def test_operator_is_well_formed(dtype: torch.dtype) -> None:
         args = (x, *form, weights, *work_list(ids, 5))
         torch.library.opcheck(torch.ops.kimi_fx.marlin_moe, args)
         assert torch.equal(marlin_moe.marlin_moe(*args), marlin_moe.reference(*args))
+
+
+def test_no_tokens() -> None:
+    x, weights = torch.zeros(0, 64), torch.zeros(0, 2)
+    w13, w2 = torch.zeros(3, 64, 64), torch.zeros(3, 32, 64)
+    none = torch.zeros(0, dtype=torch.int32)
+    out = marlin_moe.marlin_moe(x, w13, None, w2, None, weights, none, torch.zeros(4, dtype=torch.int32))
+    assert out.shape == (0, 64)

@@ -3,6 +3,7 @@
 Pages lie anywhere; every row that holds no committed token is NaN.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -157,3 +158,31 @@ def test_opcheck(causal: bool) -> None:
     schedule = module.mla_schedule(c.length, 4, HEADS)
     torch.library.opcheck(module.mla_tree_verify, (*c, schedule, LATENT, SCALE))
     assert torch.equal(module.mla_tree_verify(*c, schedule, LATENT, SCALE), attend(c))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("length", lambda x: x[:1], r"length \(1,\) instead of \(2,\)"),
+        ("length", lambda x: x.long(), "its dtype torch.int64 instead of torch.int32"),
+        ("page_table", lambda x: x[:1], r"page_table \(1,\)"),
+        ("rows", lambda x: x[:, :2], r"rows \(2, 2, "),
+        ("pool", lambda x: x[:, :32], r"pages \(32, "),
+        ("ancestors", lambda x: x[:, :2], r"ancestors \(\(2, 2, 2\), torch.int64\) instead of \(\(2, 4, 2\)"),
+        ("ancestors", lambda x: x.int(), "torch.int32"),
+    ],
+)
+def test_arguments_that_disagree(name: str, change: Callable[[Tensor], Tensor], said: str) -> None:
+    c = case([65, 0], [[-1, 0, 0, 1]] * 2)
+    wrong = c._replace(**{name: change(getattr(c, name))})
+    schedule = module.mla_schedule(c.length, 4, HEADS)
+    for device in ("cpu", "meta"):
+        moved = (x if x is None else x.to(device) for x in (*wrong, schedule))
+        with pytest.raises(ValueError, match=said):
+            module.mla_tree_verify(*moved, LATENT, SCALE)
+
+
+@pytest.mark.parametrize(("nodes", "heads"), [(0, 8), (8, 0), (-1, 8)])
+def test_a_schedule_of_nothing(nodes: int, heads: int) -> None:
+    with pytest.raises(ValueError, match="one or more nodes and heads"):
+        module.mla_schedule(torch.zeros(1, dtype=torch.int32), nodes, heads)

@@ -137,3 +137,18 @@ def test_operator_is_well_formed() -> None:
     torch.library.opcheck(torch.ops.kimi_fx.moe_route, args)
     for ours, reference in zip(moe_route.moe_route(*args), moe_route.reference(*args), strict=True):
         assert torch.equal(ours, reference)
+
+
+@pytest.mark.parametrize(("k", "bias", "valid"), [(17, 16, 5), (0, 16, 5), (-1, 16, 5), (4, 1, 5), (4, 16, 1)])
+def test_arguments_that_disagree(k: int, bias: int, valid: int) -> None:
+    logits, valid_ = torch.randn(5, 16), torch.ones(valid, dtype=torch.bool)
+    for operator in (moe_route.reference, moe_route.moe_route):
+        with pytest.raises(
+            ValueError, match=rf"top {k} of logits \[5, 16\] with bias \[{bias}\] and valid \[{valid}\]"
+        ):
+            operator(logits, torch.zeros(bias), valid_, k, 1.0)
+
+
+def test_logits_that_are_a_view() -> None:
+    logits = torch.randn(16, 5).t()
+    torch.library.opcheck(moe_route.moe_route, (logits, torch.zeros(16), torch.ones(5, dtype=torch.bool), 4, 1.0))
