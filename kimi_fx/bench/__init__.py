@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from ..rules import nearest
-from . import acceptance, cpu, demo, mla, moe
+from . import acceptance, cpu, demo, mla, moe, step
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": demo.run,
@@ -11,6 +11,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "cpu": cpu.run,
     "mla": mla.run,
     "moe": moe.run,
+    "step": step.run,
 }
 
 

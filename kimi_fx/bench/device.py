@@ -1,4 +1,4 @@
-"""What the benchmarks of single kernels share: microseconds a layer from graph replays, the card's rates, the report.
+"""What the benchmarks on a card share: microseconds a layer from graph replays, the card's rates, the report.
 
 A layer has its own buffers, layers together are well past the L2 cache, and all are captured in one CUDA graph, so
 that no call is measured alone and none finds its data in a cache.
@@ -44,16 +44,15 @@ def rates() -> Rates:
 
 def per_layer(call: Callable[[Layer], object], layers: Sequence[Layer]) -> float:
     """Seconds a layer: the median of a graph's replays, one behind the other, that calls for every layer."""
-    graph = captured(call, layers)
-    return statistics.median([seconds(graph) for _ in range(WARM + REPLAYS)][WARM:]) / len(layers)
+    return median(captured(call, layers).replay) / len(layers)
 
 
 def rested(call: Callable[[Layer], object], layers: Sequence[Layer]) -> float:
     """Seconds a layer of one replay after a pause, before the card slows down to keep within its power."""
     graph = captured(call, layers)
-    seconds(graph)
+    seconds(graph.replay)
     time.sleep(PAUSE)
-    return seconds(graph) / len(layers)
+    return seconds(graph.replay) / len(layers)
 
 
 def captured(call: Callable[[Layer], object], layers: Sequence[Layer]) -> torch.cuda.CUDAGraph:
@@ -66,11 +65,16 @@ def captured(call: Callable[[Layer], object], layers: Sequence[Layer]) -> torch.
     return graph
 
 
-def seconds(graph: torch.cuda.CUDAGraph) -> float:
-    """Of one replay."""
+def median(replay: Callable[[], object]) -> float:
+    """Seconds of a replay, one behind the other."""
+    return statistics.median([seconds(replay) for _ in range(WARM + REPLAYS)][WARM:])
+
+
+def seconds(replay: Callable[[], object]) -> float:
+    """Of one call, on the device."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    graph.replay()
+    replay()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
