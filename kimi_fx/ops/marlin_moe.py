@@ -2,13 +2,15 @@
 
 Routing comes from `moe_route`; the shared expert and the residual are the caller's. Weights are INT4 in the
 layout of `marlin.py` or, without scales, plain floating matrices, which suit a CPU. Under tensor parallelism
-the result is one rank's partial sum.
+the result is one rank's partial sum. On CUDA in bf16 the kernels of csrc/moe do it where both widths are multiples
+of 64; they scale the sums of a group, so their weights are not rounded to bf16.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from .library import kernels
 from .marlin import dequantise, marlin_unpack, marlin_unpack_scales
 
 
@@ -69,3 +71,21 @@ def fake(
 
 marlin_moe = torch.library.custom_op("kimi_fx::marlin_moe", reference, mutates_args=())
 marlin_moe.register_fake(fake)
+
+
+@marlin_moe.register_kernel("cuda")
+def _(
+    x: Tensor,
+    w13: Tensor,
+    s13: Tensor | None,
+    w2: Tensor,
+    s2: Tensor | None,
+    weights: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+) -> Tensor:
+    loaded = kernels()
+    fits = x.dtype == torch.bfloat16 and x.shape[1] % 64 == 0 and w13.shape[2] % 256 == 0 and w13.shape[0] <= 1024
+    if loaded is None or s13 is None or s2 is None or not fits:
+        return reference(x, w13, s13, w2, s2, weights, order, offsets)
+    return loaded.marlin_moe(x.contiguous(), w13, s13, w2, s2, weights.contiguous(), order, offsets)
