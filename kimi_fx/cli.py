@@ -18,6 +18,7 @@ USAGE = """usage: kimi-fx <command> [key=value …]
   generate   prompt="…" | prompts=FILE | ids=[…] | messages='[…]'   text as it comes, or output=json
   validate   the same prompts: speculation against plain decoding, reference against kernels
   inspect    target=FOLDER drafter=FOLDER   check a checkpoint without loading it
+  doctor     the same keys as generate   check machine, checkpoint, memory and links before a load; memory=GB: plan only
   warmup     compile every step of a configuration into the artefact store, ahead of use
   config     print every key with its value, type and origin
   bench      demo | acceptance | cpu | mla | moe | step   [prompts=FILE] [budgets=[7,15]]
@@ -60,12 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def follow(name: str, overrides: Sequence[str]) -> int:
     """A command in one of torchrun's processes: rank 0 runs it and speaks for all, the others follow."""
+    from .doctor import shares_links
     from .follow import follow
+    from .runtime import links
     from .runtime.ranks import launched_place
 
     place = launched_place()
     if place is None or place.rank == 0:
         return COMMANDS[name](overrides)
+    if name == "doctor" and shares_links(overrides):
+        return links.follow(place)
     return follow(place) if name in SHARED else 0
 
 
@@ -145,6 +150,12 @@ def inspect(overrides: Sequence[str]) -> int:
     return 0
 
 
+def doctor(overrides: Sequence[str]) -> int:
+    from .doctor import command
+
+    return command(overrides)
+
+
 def warmup(overrides: Sequence[str]) -> int:
     from .warmup import command
 
@@ -174,6 +185,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "generate": generate,
     "validate": validate,
     "inspect": inspect,
+    "doctor": doctor,
     "warmup": warmup,
     "config": config,
     "bench": bench,

@@ -29,6 +29,7 @@ from .runtime.agree import agree
 from .runtime.buckets import shape_for
 from .runtime.flight import Flight, copied
 from .runtime.load import Loaded, load, prepare
+from .runtime.memory import Ask, available, check_memory
 from .runtime.pages import Pages, pages_for
 from .runtime.ranks import Ranks, own_place
 from .runtime.rounds import Rounds, wanted
@@ -51,6 +52,9 @@ class Engine:
         self.rounds = Rounds(config, loaded, self.plan) if wanted(config, loaded.device) else None
         way = "compiled" if self.rounds else "reference" if loaded.model.ops is REFERENCE else "kernels"
         self.backend = f"{loaded.device.type} {way}"
+        if loaded.params is None:
+            free, _ = available(loaded.device, self.model.ranks)
+            check_memory(Ask(config, self.plan, self.max_len), self.model, loaded.dtype, loaded.device, free)
         batch, table = config.run.batch, pages_for(self.max_len)
         total = pages_for(config.cache.tokens) if config.cache.tokens else batch * table
         with torch.inference_mode(False):  # both are written in place, whoever calls

@@ -105,7 +105,7 @@ def _shards(folder: Path) -> tuple[dict[str, str], list[Path], list[str]]:
     present = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
         index = _weight_map(folder / INDEX)
-        wanted = {folder / name for name in index.values()}
+        wanted = {folder / name for name in set(index.values())}
         origin = "the index names"
     else:
         index = {}

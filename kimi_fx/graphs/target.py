@@ -34,8 +34,8 @@ def forward(
     schedule = ops.mla_schedule(length, tokens.shape[1], p.layers[0].attention.q_b.shape[0])
     context = Context(page_table, length, ancestors, schedule, cos, sin)
     x = embed(tokens, p.embed, p.rank, axis)
-    rows, outputs = [], []
-    for layer, layer_pool in zip(p.layers, pool.unbind(), strict=True):
+    rows, tapped = [], {}
+    for i, (layer, layer_pool) in enumerate(zip(p.layers, pool.unbind(), strict=True)):
         attended, row = attend(layer.attention, m, ops, x, layer_pool, context, axis)
         x = x + attended
         h = rms_norm(x, layer.norm, m.norm_eps)
@@ -45,8 +45,9 @@ def forward(
             mixed = swiglu(h, layer.mlp.gate_up, layer.mlp.down)
         x = x + psum(mixed, axis)
         rows.append(row)
-        outputs.append(x)
-    features = torch.cat([outputs[i] for i in taps], -1) if taps else x[..., :0]
+        if i in taps:
+            tapped[i] = x
+    features = torch.cat([tapped[i] for i in taps], -1) if taps else x[..., :0]
     return x, torch.stack(rows), features
 
 

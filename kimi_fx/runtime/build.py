@@ -45,21 +45,25 @@ def load_kernels(device: torch.device) -> None:
         ) from error
 
 
-def build(arch: str) -> Path:
-    """The library for an architecture, compiled unless the cache has it; only then is nvcc needed."""
+def library_for(arch: str) -> tuple[Path, list[Path], list[str]]:
+    """Where the library for an architecture lies once it is compiled, from which files, and with which flags."""
     found = (source for folder in FOLDERS for source in (source_folder() / folder).iterdir())
     sources = sorted(source for source in found if source.suffix in (".cu", ".cpp", ".h"))
     flags = [*FLAGS, f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"]
     key = hashlib.sha256("\n".join([torch.__version__, *flags]).encode())
     for source in sources:
         key.update(source.name.encode() + b"\0" + source.read_bytes())
-    folder = cache_folder()
-    library = folder / f"{LIBRARY}-{arch}-{key.hexdigest()[:16]}.so"
+    return cache_folder() / f"{LIBRARY}-{arch}-{key.hexdigest()[:16]}.so", sources, flags
+
+
+def build(arch: str) -> Path:
+    """The library for an architecture, compiled unless the cache has it; only then is nvcc needed."""
+    library, sources, flags = library_for(arch)
     if library.exists():
         return library
     nvcc = find_nvcc()
     check_driver(nvcc)
-    with locked(folder / f"{library.stem}.lock"):
+    with locked(library.parent / f"{library.stem}.lock"):
         if not library.exists():
             print(f"compiling the CUDA kernels for {arch}", file=sys.stderr, flush=True)
             compile_library(nvcc, [s for s in sources if s.suffix != ".h"], flags, library)

@@ -25,7 +25,7 @@ from .watch import Watch
 GROUP = "0"  # torch's name of a process's first group; the same in all processes, so that graphs are, too
 FOREVER = timedelta(days=365)  # a rank may wait that long for the next request; `Watch` finds one that hangs
 HEADER, LENGTH = 512, 8  # bytes of an order's first part, and of its length therein
-FOLLOW = "import sys; sys.path[:] = {path!r}; from kimi_fx.follow import main; sys.exit(main({place!r}))"
+FOLLOW = "import sys; sys.path[:] = {path!r}; from {module} import main; sys.exit(main({place!r}))"
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ def launched_place() -> Place | None:
 
 
 class Ranks:
-    """This process among the ranks. `config` is rank 0's and goes to all."""
+    """This process among the ranks. `config` is rank 0's and goes to all; what it starts runs `main` of `module`."""
 
-    def __init__(self, place: Place, config: Config | None = None) -> None:
+    def __init__(self, place: Place, config: Config | None = None, module: str = "kimi_fx.follow") -> None:
         if dist.is_initialized():
             raise RuntimeError("this process is in a process group already: one engine with mesh.tp above 1 at a time.")
         serves = place.rank == 0 and place.serves
         self.server = TCPStore(place.host, place.port, is_master=serves, wait_for_workers=False)
         self.place = Place(**vars(place) | {"port": self.server.port})
         self.store = PrefixStore(place.prefix, self.server)
-        self.followers = [start(self.place, rank) for rank in range(1, place.size)] if place.port == 0 else []
+        self.followers = [start(self.place, rank, module) for rank in range(1, place.size)] if place.port == 0 else []
         if config is not None:
             self.store.set("config", pickle.dumps(config).hex())
         self.config: Config = config or pickle.loads(bytes.fromhex(wait_for(self.store, "config")))
@@ -153,10 +153,10 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def start(place: Place, rank: int) -> "subprocess.Popen[bytes]":
+def start(place: Place, rank: int, module: str) -> "subprocess.Popen[bytes]":
     """A follower on this machine, out of reach of the terminal's Ctrl-C: rank 0 ends it."""
     own = vars(place) | {"rank": rank, "device": rank, "serves": False}
-    code = FOLLOW.format(path=sys.path, place=own)
+    code = FOLLOW.format(path=sys.path, module=module, place=own)
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, start_new_session=True)
 
 

@@ -34,6 +34,7 @@ class Watch(threading.Thread):
         self.over = threading.Event()
         self.cause: str | None = None  # why the ranks ended
         self.since: float | None = None  # when the step began
+        self.advice = ""  # what to try where a step takes too long
 
     def begin(self) -> None:
         self.since = time.monotonic()
@@ -101,7 +102,7 @@ class Watch(threading.Thread):
         time.sleep(2 * EVERY)  # the others find out at the same time
         keys = [(rank, f"at{rank}") for rank in range(self.size)]
         found = ", ".join(f"rank {r} in {self.store.get(key).decode()}" for r, key in keys if self.store.check([key]))
-        return f"a step has taken more than mesh.timeout={self.limit:g} s: {found}"
+        return f"a step has taken more than mesh.timeout={self.limit:g} s: {found}{self.advice}"
 
 
 def whereabouts() -> str:
