@@ -36,7 +36,7 @@ def run(module: str, *words: str, cache: Path, threads: int) -> subprocess.Compl
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("pair")
-    random_pair(folder, V=64, layers=2, block=4, I=64)
+    random_pair(folder, V=64, layers=2, block=4, inner=64)
     return [
         f"target={folder / 'target'}", f"drafter={folder / 'drafter'}", "device=cpu", "dtype=float32",
         "run.batch=2", "run.chunk=16", "run.nodes=[8]", "step.budget=6",

@@ -2,7 +2,7 @@
 
     python -m oracles.warm <override> …
 
-Prints what the test looks at, as JSON. `run.require_warm` is on and so is the stance that forbids tracing, on all ranks.
+Prints what the test looks at, as JSON. `run.require_warm` is on and so is, on every rank, the ban on tracing.
 """
 
 import gc
