@@ -8,7 +8,7 @@ demo: .venv/.run
 	$(DEMO)
 
 test: .venv/.ready
-	.venv/bin/python -m pytest -n 2
+	.venv/bin/python -m pytest -n 2 --dist loadgroup
 
 lint: .venv/.ready
 	.venv/bin/ruff check

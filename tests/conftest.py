@@ -18,6 +18,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: "xdist_group" not in item.keywords)  # groups are long: they begin first
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

@@ -288,7 +288,7 @@ def test_lines_and_picture(flow: Callable[..., list[dict[str, Any]]], capsys: An
 
 
 def test_a_plan_is_that_of_the_loader() -> None:
-    """What is counted as read by all tokens is all of the plan but embedding, experts, frequencies, rank and last norm."""
+    """All tokens read the whole plan but embedding, experts, frequencies, rank and last norm."""
     every = {id(leaf) for leaf in tree_leaves(work.plan_of(TINY))}
     counted = {id(leaf) for leaf in work.rest(TINY)}
     assert counted < every and len(every) - len(counted) == 3 + 5

@@ -30,6 +30,8 @@ from kimi_fx.runtime.load import Loaded, prepare
 from kimi_fx.runtime.watch import Watch
 from oracles import ranks
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one process sets up for all
+
 ORACLES = Path(ranks.__file__).parent
 FP32 = ["dtype=float32", "device=cpu"]
 LOGITS = 1e-4

@@ -19,6 +19,8 @@ from kimi_fx.compose import load_config
 from kimi_fx.engine import Engine
 from oracles.toys import random_pair
 
+pytestmark = pytest.mark.xdist_group("warmup")  # one process sets up for all
+
 HERE = Path(__file__).parent
 BUCKETS = ["prefill-16", "round-batch1-nodes8-block4-width7", "round-batch2-nodes8-block4-width7"]
 KINDS = 8

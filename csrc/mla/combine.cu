@@ -5,9 +5,9 @@
 
 #include <cuda_fp16.h>
 
+#include "../common/overlap.h"
 #include "../common/store.h"
 #include "launch.h"
-#include "overlap.h"
 #include "schedule.h"
 
 namespace kimi_fx::mla {

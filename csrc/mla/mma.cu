@@ -7,9 +7,9 @@
 
 #include <algorithm>
 
+#include "../common/overlap.h"
 #include "../common/store.h"
 #include "launch.h"
-#include "overlap.h"
 #include "schedule.h"
 
 namespace kimi_fx::mla {

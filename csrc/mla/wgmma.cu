@@ -15,11 +15,11 @@
 
 #include <cuda.h>
 
+#include "../common/overlap.h"
 #include "../common/ptx.h"
 #include "../common/store.h"
 #include "../common/wgmma.h"
 #include "launch.h"
-#include "overlap.h"
 #include "params.h"
 #include "schedule.h"
 

@@ -12,9 +12,9 @@
 
 #include <algorithm>
 
+#include "../common/overlap.h"
 #include "launch.h"
 #include "list.h"
-#include "mla/overlap.h"
 #include "products.h"
 
 namespace kimi_fx::moe {
@@ -422,7 +422,7 @@ void place_counters(Params& p) {
 cudaError_t launch_experts(const Params& p, int arch, cudaStream_t stream) {
     auto kernel = p.tiles == 1 ? experts_kernel<1> : experts_kernel<2>;
     int shared = p.tiles == 1 ? shared_bytes<1>(p) : shared_bytes<2>(p);
-    return mla::launch_overlapped(kernel, p.blocks, kThreads, shared, arch, stream, p);
+    return launch_overlapped(kernel, p.blocks, kThreads, shared, arch, stream, p);
 }
 
 }  // namespace kimi_fx::moe

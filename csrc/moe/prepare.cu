@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
+#include "../common/overlap.h"
 #include "launch.h"
-#include "mla/overlap.h"
 
 namespace kimi_fx::moe {
 namespace {
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(Params p) {
 cudaError_t launch_prepare(const Params& p, int arch, cudaStream_t stream) {
     int most = std::max(p.counters, p.T * p.k);
     int blocks = std::min((most + kThreads - 1) / kThreads, 2048);
-    return mla::launch_overlapped(prepare_kernel, blocks, kThreads, 0, arch, stream, p);
+    return launch_overlapped(prepare_kernel, blocks, kThreads, 0, arch, stream, p);
 }
 
 }  // namespace kimi_fx::moe

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "../common/ptx.h"
-#include "../mla/overlap.h"
+#include "../common/overlap.h"
 
 namespace kimi_fx::moe {
 namespace {
@@ -121,10 +121,10 @@ cudaError_t launch_route(const RouteParams& p, int arch, cudaStream_t stream) {
     int threads = (p.E + 31) / 32 * 32, team = 0;
     while (2 * p.K << team <= 32) ++team;
     cudaError_t error = cudaSuccess;
-    if (p.T > 0) error = mla::launch_overlapped(select_kernel, p.T, threads, 0, arch, stream, p, team);
+    if (p.T > 0) error = launch_overlapped(select_kernel, p.T, threads, 0, arch, stream, p, team);
     if (error != cudaSuccess) return error;
     int warps = std::clamp(p.T * p.K / (32 * kAhead), 1, kListWarps);
-    return mla::launch_overlapped(list_kernel, p.E + 1, 32 * warps, 0, arch, stream, p);
+    return launch_overlapped(list_kernel, p.E + 1, 32 * warps, 0, arch, stream, p);
 }
 
 }  // namespace kimi_fx::moe

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "../common/overlap.h"
 #include "launch.h"
-#include "mla/overlap.h"
 
 namespace kimi_fx::moe {
 namespace {
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) weighted_sum_kernel(Params p) {
 
 cudaError_t launch_weighted_sum(const Params& p, int arch, cudaStream_t stream) {
     int blocks = (int64_t(p.T) * (p.D / 8) + kThreads - 1) / kThreads;
-    return mla::launch_overlapped(weighted_sum_kernel, blocks, kThreads, 0, arch, stream, p);
+    return launch_overlapped(weighted_sum_kernel, blocks, kThreads, 0, arch, stream, p);
 }
 
 }  // namespace kimi_fx::moe

@@ -7,7 +7,7 @@
 
 #include <cuda_runtime.h>
 
-namespace kimi_fx::mla {
+namespace kimi_fx {
 
 template <typename... Expected, typename... Given>
 cudaError_t launch_overlapped(void (*kernel)(Expected...), int blocks, int threads, int shared, int arch,
@@ -25,4 +25,4 @@ cudaError_t launch_overlapped(void (*kernel)(Expected...), int blocks, int threa
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-}  // namespace kimi_fx::mla
+}  // namespace kimi_fx
