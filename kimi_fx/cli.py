@@ -191,4 +191,4 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "bench": bench,
     "build": build,
 }
-SHARED = ("generate", "validate", "bench")  # commands that every rank takes part in
+SHARED = ("generate", "validate", "warmup", "bench")  # commands that every rank takes part in

@@ -185,7 +185,7 @@ class Mesh:
     tp: int = 1
     """Ranks that share heads, experts' columns and the vocabulary; started on this machine unless torchrun did."""
     timeout: float = 10.0
-    """Seconds a step may take before the ranks are ended, as one of them must hang."""
+    """Seconds a step may take, compiling apart, before the ranks are ended, as one of them must hang."""
     check: bool = False
     """Compare tree, draws and accepted paths of all ranks after every round, and stop at the first difference."""
 

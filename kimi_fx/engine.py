@@ -96,8 +96,10 @@ class Engine:
         if place.size == 1:
             engine._load(progress)
             return engine
-        engine.ranks = ranks = ranks or Ranks(place, config)
+        engine.ranks = ranks = ranks or Ranks(place, config, cls)
         weakref.finalize(engine, ranks.close)
+        if engine.rounds:
+            engine.rounds.ranks = ranks
         try:
             engine._load(progress, ranks.join(engine.loaded.device))
             ranks.meet("loaded")

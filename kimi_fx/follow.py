@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from .engine import Engine
 from .runtime.ranks import Place, Ranks
 
 
@@ -20,7 +19,7 @@ def follow(place: Place) -> int:
     ranks = Ranks(place)
     try:
         config = replace(ranks.config, run=replace(ranks.config.run, trace=None))
-        engine = Engine.open(config, progress=False, ranks=ranks)
+        engine = ranks.kind.open(config, progress=False, ranks=ranks)
         while (orders := ranks.follow()) is not None:
             for order in orders:
                 engine.obey(order)

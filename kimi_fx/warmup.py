@@ -1,40 +1,50 @@
 """`kimi-fx warmup`: every compiled step that a configuration needs, built into the artefact store, then run.
 
 What the store has is left as it is, so an interrupted warm-up goes on where it was, and several may run at once. The
-weights are random ones of the checkpoint's shapes: no compiled step depends on their values, and none are read.
+weights are random ones of the checkpoint's shapes: no compiled step depends on their values, and none are read. Several
+ranks start as they do to serve, so that what they build has run on them.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from .checkpoint.load import random_params
+from .checkpoint.shards import local
 from .compose import load_config
 from .engine import Engine
 from .graphs.params import Params, drafter_plan, target_plan
 from .graphs.state import Shape, slots
 from .runtime.buckets import name
+from .runtime.build import load_kernels
 from .runtime.compiled import example
-from .runtime.load import Loaded, prepare
-from .runtime.rounds import Rounds, clock, say
+from .runtime.load import Loaded
+from .runtime.rounds import Rounds, clock
+
+
+class Warmup(Engine):
+    """An engine that is loaded with random weights, every step built and run, and then serves nothing."""
+
+    def _load(self, progress: bool, mesh: DeviceMesh | None = None) -> None:
+        assert self.rounds is not None
+        if self.loaded.device.type == "cuda":
+            load_kernels(self.loaded.device)
+        with torch.inference_mode(False), torch.no_grad(), self.rounds.unlimited():
+            params = random_weights(self.loaded, mesh)
+            build_all(self.rounds, params)
+            start = time.monotonic()
+            run_all(self, self.rounds, params)
+        self.rounds.say(f"all were loaded and run in {clock(time.monotonic() - start)}")
 
 
 def command(overrides: Sequence[str]) -> int:
     """Prints the store's folder."""
     config = load_config(overrides)
-    config = replace(config, run=replace(config.run, compile=True, require_warm=False))
-    engine = Engine(config, prepare(config))
+    engine = Warmup.open(replace(config, run=replace(config.run, compile=True, require_warm=False)))
     assert engine.rounds is not None
-    with torch.inference_mode(False):
-        params = random_weights(engine.loaded)
-    build_all(engine.rounds, params)
-    start = time.monotonic()
-    with torch.inference_mode(False), torch.no_grad():
-        run_all(engine, engine.rounds, params)
-    say(f"all were loaded and run in {clock(time.monotonic() - start)}")
     print(engine.rounds.store.folder)
     return 0
 
@@ -42,13 +52,13 @@ def command(overrides: Sequence[str]) -> int:
 def build_all(rounds: Rounds, params: Params) -> None:
     """Build what is cold, saying how far it is and how long the rest takes."""
     cold, total = rounds.cold(), len(rounds.buckets)
-    say(rounds.lack(cold) if cold else f"all {total} compiled steps are in {rounds.store.folder}")
+    rounds.say(rounds.lack(cold) if cold else f"all {total} compiled steps are in {rounds.store.folder}")
     for done, bucket in enumerate(cold):
         pace = rounds.store.pace()
         left = f", about {clock(pace * (len(cold) - done))} left" if pace else ""
-        print(f"{done + 1} of {len(cold)}{left}: ", end="", file=sys.stderr)
+        rounds.say(f"{done + 1} of {len(cold)}{left}: ", end="")
         entry = rounds.build(bucket, example(bucket, params, rounds.model))
-        say(f"{name(bucket)} took {clock(entry['seconds'])}")
+        rounds.say(f"{name(bucket)} took {clock(entry['seconds'])}")
 
 
 def run_all(engine: Engine, rounds: Rounds, params: Params) -> None:
@@ -61,7 +71,8 @@ def run_all(engine: Engine, rounds: Rounds, params: Params) -> None:
             rounds.call(bucket, params, engine.pool, engine.state)()
 
 
-def random_weights(ready: Loaded) -> Params:
-    model, how = ready.model, (0, ready.device, ready.dtype)
-    drafter = random_params(drafter_plan(model.drafter), *how) if model.drafter else None
-    return Params(random_params(target_plan(model.target), *how), drafter)
+def random_weights(ready: Loaded, mesh: DeviceMesh | None) -> Params:
+    """On a mesh this rank's."""
+    model, how = ready.model, (0, ready.device, ready.dtype, mesh)
+    drafter = random_params(drafter_plan(model.drafter, model.ranks), *how) if model.drafter else None
+    return local(Params(random_params(target_plan(model.target, model.ranks), *how), drafter))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 from torch.distributed.tensor import Replicate, Shard
 
 import kimi_fx
@@ -26,6 +27,7 @@ from kimi_fx.graphs import target
 from kimi_fx.graphs.params import Leaf, Params, drafter_plan, target_plan
 from kimi_fx.graphs.pytree import tree_leaves
 from kimi_fx.runtime.load import Loaded, prepare
+from kimi_fx.runtime.watch import Watch
 from oracles import ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one process sets up for all
@@ -162,6 +164,20 @@ def test_one_fails_and_all_end(how: str, tmp_path: Path) -> None:
     assert all(ended - float(at) < SOON for at in failed) and len(failed) == (how != "interrupted")
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
+
+
+def test_building_is_not_a_steps_time() -> None:
+    watch = Watch(0, 1, HashStore(), [], 0.05)
+    with watch.unlimited():
+        pass
+    assert watch.since is None  # there was no step
+    watch.begin()
+    with watch.unlimited():
+        time.sleep(0.1)
+        assert watch.look() is None
+    assert watch.look() is None
+    time.sleep(0.1)
+    assert "a step has taken more than mesh.timeout=0.05 s" in (watch.look() or "")
 
 
 def test_the_first_is_killed(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Compiled steps on a CPU, whole: warm-up in one process on two threads, serving in another on one.
 
-The processes share a store in a fresh folder. Three buckets of a random pair are compiled, once for the module.
+The processes share a store in a fresh folder. Three buckets of a random pair are compiled, once for the module, and two
+more for a pair of ranks.
 """
 
 import json
@@ -37,7 +38,7 @@ def run(module: str, *words: str, cache: Path, threads: int) -> subprocess.Compl
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("pair")
-    random_pair(folder, V=64, layers=2, block=4)
+    random_pair(folder, V=64, layers=2, block=4, inner=64)
     return [
         f"target={folder / 'target'}", f"drafter={folder / 'drafter'}", "device=cpu", "dtype=float32",
         "run.batch=2", "run.chunk=16", "run.nodes=[8]", "step.budget=6",
@@ -86,6 +87,10 @@ def test_300_rounds_take_no_more_memory_and_say_the_same(served: dict[str, Any])
 
 
 def test_every_kind_of_request_is_as_eager(served: dict[str, Any]) -> None:
+    check_texts(served)
+
+
+def check_texts(served: dict[str, Any]) -> None:
     expected, found = served["expected"], served["found"]
     assert expected.pop("eager") and not found.pop("eager")
     assert len(found) == KINDS
@@ -117,6 +122,22 @@ def test_cold_steps_are_named(warm: tuple[Path, str], pair: list[str], monkeypat
         Engine.load(other)
 
 
+def test_one_rank_compiles_and_both_serve(pair: list[str], tmp_path: Path) -> None:
+    """Neither traces again, and both give together what one gives operator by operator."""
+    words = [*pair, "run.batch=1", "cache.max_len=128", "mesh.tp=2"]
+    done = run("kimi_fx", "warmup", *words, cache=tmp_path, threads=1)
+    built = ["prefill-16", "round-batch1-nodes8-block4-width7"]
+    (folder,) = tmp_path.iterdir()
+    assert done.stdout.strip() == str(folder) and "-tp2-" in folder.name
+    assert sorted(re.findall("compiling (.*),", done.stderr)) == built  # said by one
+    before = kernels(tmp_path)
+    more = ["mesh.check=true", "mesh.timeout=60"]
+    served = json.loads(run("oracles.warm", *words, *more, cache=tmp_path, threads=1).stdout)
+    assert served["graphs"] == 0 and served["loaded"] == built and kernels(tmp_path) == before
+    assert served["again"] and not served["growth"]
+    check_texts(served)
+
+
 def test_kernels_and_reference_cannot_both_be_had(pair: list[str]) -> None:
     with pytest.raises(ValueError, match="run.compile=true .* ops=reference .* choose one"):
         Engine.load([*pair, "run.compile=true", "ops=reference"])
@@ -136,5 +157,5 @@ def test_settings_that_no_graph_sees(pair: list[str], tmp_path: Path, monkeypatc
     usual = folder()
     for same in ("sampling.temperature=0", "run.batch=3", "cache.tokens=640", "step.budget=3", "run.threads=1"):
         assert folder(same) == usual
-    for other in ("dtype=bfloat16", "drafter.window=8", "target.lora_norm_eps=1e-4"):
+    for other in ("dtype=bfloat16", "drafter.window=8", "target.lora_norm_eps=1e-4", "mesh.tp=2"):
         assert folder(other) != usual

@@ -67,14 +67,17 @@ def ranks(mesh: DeviceMesh | None) -> int:
     return mesh["tp"].size() if mesh is not None else 1
 
 
-def random_params(plan: P, seed: int, device: torch.device | str, dtype: torch.dtype) -> P:
+def random_params(
+    plan: P, seed: int, device: torch.device | str, dtype: torch.dtype, mesh: DeviceMesh | None = None
+) -> P:
     """Weights of the plan's shapes: normal of deviation 0.02, norms 1, experts of about that size.
 
-    The same seed gives the same weights on the same kind of device.
+    The same seed gives the same weights on the same kind of device. On a mesh each rank draws its own part alone.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(leaf: Leaf) -> Tensor:
+        leaf = local_leaf(leaf, ranks(mesh))
         if leaf.init == "ones":
             return torch.ones(leaf.shape, device=device)
         if leaf.init == "words":
@@ -85,7 +88,7 @@ def random_params(plan: P, seed: int, device: torch.device | str, dtype: torch.d
             return (0.004 * spread).to(leaf.stored)
         return torch.randn(leaf.shape, generator=generator, device=device) * 0.02
 
-    return _fill(plan, draw, device, dtype)
+    return _fill(plan, draw, device, dtype, mesh)
 
 
 def pack_experts(experts: Experts, dtype: torch.dtype, device: torch.device | str) -> Experts:

@@ -1,7 +1,7 @@
 """What can change a compiled function: versions, the machine, geometry, weights' shapes, and our own sources.
 
 Everything here is a word or a number that a person can compare. How requests are sampled, how many run, how long they
-are and on how many threads is not among it: no graph sees it.
+are and on how many threads is not among it: no graph sees it. Nor is a rank's own number, which its weights hold.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def ingredients(model: Model, dtype: torch.dtype, device: torch.device) -> dict[
         "cuda": torch.version.cuda or "cpu",
         "triton": installed("triton"),
         "arch": cuda_arch(device) if on_cuda else torch.backends.cpu.get_cpu_capability().lower(),
-        "tp": "1",
+        "tp": str(model.ranks),
         "python": platform.python_version(),
         "device": cuda_name(device) if on_cuda else digest(cpu_flags()),
         "dtype": str(dtype).removeprefix("torch."),
@@ -49,9 +49,9 @@ def ingredients(model: Model, dtype: torch.dtype, device: torch.device) -> dict[
 
 
 def plan_leaves(model: Model) -> Iterator[Any]:
-    yield from tree_leaves(target_plan(model.target))
+    yield from tree_leaves(target_plan(model.target, model.ranks))
     if model.drafter:
-        yield from tree_leaves(drafter_plan(model.drafter))
+        yield from tree_leaves(drafter_plan(model.drafter, model.ranks))
 
 
 def flat(name: str, values: dict[str, Any]) -> dict[str, str]:

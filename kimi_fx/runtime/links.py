@@ -31,7 +31,7 @@ ADVICE = (
 def measure(place: Place, config: Config, sizes: Sequence[int], width: int) -> list[str]:
     """As rank 0: a line for each number of tokens of that width, and one for blocks. Raises RuntimeError, or ends all
     ranks with the cause, where something fails or takes more than mesh.timeout."""
-    ranks = Ranks(place, config, MODULE)
+    ranks = Ranks(place, config, module=MODULE)
     try:
         lines = list(take_part(ranks, (list(sizes), width)))
         ranks.watch.done()

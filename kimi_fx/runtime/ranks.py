@@ -1,8 +1,8 @@
 """The ranks of one engine: who they are, how they start, meet, get orders, and end together.
 
 The process that calls the engine is rank 0. It starts the others on this machine, or torchrun has started all; each of
-them runs the same engine, one step for every step of rank 0, which tells them what was added and cancelled in between.
-One process group carries both: tensors on CUDA through NCCL, tensors on the CPU through gloo.
+them runs an engine of the same class, one step for every step of rank 0, which tells them what was added and cancelled
+in between. One process group carries both: tensors on CUDA through NCCL, tensors on the CPU through gloo.
 """
 
 import pickle
@@ -64,9 +64,12 @@ def launched_place() -> Place | None:
 
 
 class Ranks:
-    """This process among the ranks. `config` is rank 0's and goes to all; what it starts runs `main` of `module`."""
+    """This process among the ranks. `config` and `kind`, the engine's class, are rank 0's and go to all; what it starts
+    runs `main` of `module`."""
 
-    def __init__(self, place: Place, config: Config | None = None, module: str = "kimi_fx.follow") -> None:
+    def __init__(
+        self, place: Place, config: Config | None = None, kind: Any = None, module: str = "kimi_fx.follow"
+    ) -> None:
         if dist.is_initialized():
             raise RuntimeError("this process is in a process group already: one engine with mesh.tp above 1 at a time.")
         serves = place.rank == 0 and place.serves
@@ -75,8 +78,9 @@ class Ranks:
         self.store = PrefixStore(place.prefix, self.server)
         self.followers = [start(self.place, rank, module) for rank in range(1, place.size)] if place.port == 0 else []
         if config is not None:
-            self.store.set("config", pickle.dumps(config).hex())
-        self.config: Config = config or pickle.loads(bytes.fromhex(wait_for(self.store, "config")))
+            self.store.set("engine", pickle.dumps((config, kind)).hex())
+        self.config: Config
+        self.config, self.kind = pickle.loads(bytes.fromhex(wait_for(self.store, "engine")))
         watching = PrefixStore(place.prefix, TCPStore(place.host, self.place.port, wait_for_workers=False))
         self.watch = Watch(place.rank, place.size, watching, self.followers, self.config.mesh.timeout)
         self.watch.start()
@@ -101,6 +105,12 @@ class Ranks:
         while self.store.add(where, 0) < self.place.size:
             self.watch.check()
             time.sleep(0.02)
+
+    def anywhere(self, flags: list[bool]) -> list[bool]:
+        """Where the flag is set on any rank; all ranks ask together."""
+        counts = torch.tensor(flags).int()
+        dist.all_reduce(counts)
+        return counts.bool().tolist()
 
     def lead(self, orders: list[Any]) -> None:
         """Rank 0 begins a step; the others get what happened before it."""

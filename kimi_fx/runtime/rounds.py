@@ -1,12 +1,14 @@
 """The compiled steps of one engine: found in the artefact store or built, loaded, on CUDA captured, and run.
 
 A bucket is made ready when first needed, or all that the store has at once by `load_all`. What no bucket holds is the
-engine's to run operator by operator.
+engine's to run operator by operator. Several ranks make the same buckets ready in the same order, as a step tried is a
+step of all; where they share a folder one of them builds and the others wait for it.
 """
 
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +26,7 @@ from .capture import Graphs
 from .compiled import Arguments, Step, compile_step, example, load_step, signature
 from .ingredients import ingredients
 from .load import Loaded
+from .ranks import Ranks
 from .store import Store, told
 
 
@@ -31,10 +34,7 @@ def wanted(config: Config, device: torch.device) -> bool:
     """Whether steps run compiled. Raises ValueError where that was asked for and cannot be."""
     if config.run.compile and config.ops == "reference":
         raise ValueError("run.compile=true compiles the operators' kernels and ops=reference avoids them: choose one.")
-    if config.run.compile and config.mesh.tp > 1:
-        raise ValueError(f"run.compile=true compiles for one rank, mesh.tp is {config.mesh.tp}: leave one of them out.")
-    alone = config.mesh.tp == 1 and config.ops == "auto"
-    return device.type == "cuda" and alone if config.run.compile is None else config.run.compile
+    return device.type == "cuda" and config.ops == "auto" if config.run.compile is None else config.run.compile
 
 
 class Rounds:
@@ -49,6 +49,7 @@ class Rounds:
         self.may_build = not config.run.require_warm
         self.steps: dict[Bucket, Step] = {}
         self.calls: dict[Shape, Callable[[], Any]] = {}  # over the engine's own buffers
+        self.ranks: Ranks | None = None  # once this process is one of several
         if not self.may_build and (cold := self.cold()):
             raise ValueError(f"run.require_warm=true, but {self.lack(cold)}: run kimi-fx warmup with these settings.")
 
@@ -80,8 +81,8 @@ class Rounds:
         """Make ready what the store has, largest first, so that later captures find memory; say what it lacks."""
         cold = self.cold()
         if cold:
-            takes = duration(self.store.pace())
-            say(f"{self.lack(cold)}: each is compiled when first needed and takes {takes}, or ahead by kimi-fx warmup.")
+            takes = f"takes {duration(self.store.pace())}, or ahead by kimi-fx warmup"
+            self.say(f"{self.lack(cold)}: each is compiled when first needed and {takes}.")
         for bucket in self.buckets:
             if isinstance(bucket, Shape) and bucket not in cold:
                 self.call(bucket, params, pool, state)
@@ -89,26 +90,32 @@ class Rounds:
                 self.step(bucket, (params, pool, slots(state, 1)))
 
     def step(self, bucket: Bucket, arguments: Arguments) -> Step:
-        """The bucket's function, which takes arguments like these: loaded, tried, built if it has to be."""
+        """The bucket's function, which takes arguments like these."""
         if bucket not in self.steps:
-            idle = example(bucket, arguments[0], self.model)
-            entry = self.store.entry(name(bucket)) or self.build(bucket, idle)
-            for compiled, found in zip(entry["arguments"], signature(arguments), strict=True):
-                if compiled != found:
-                    where = self.store.folder
-                    raise RuntimeError(f"{name(bucket)} takes {compiled} and was given {found}: delete {where}.")
-            with self.store.kernel_folder() as kernels:
-                self.steps[bucket] = load_step(self.store.code(name(bucket)), idle, kernels)
-            if self.graphs:
-                self.graphs.warm(partial(self.steps[bucket], *idle))
+            with self.unlimited():
+                self.steps[bucket] = self.ready(bucket, arguments)
         return self.steps[bucket]
+
+    def ready(self, bucket: Bucket, arguments: Arguments) -> Step:
+        """A bucket's function loaded and tried, built if it has to be."""
+        idle = example(bucket, arguments[0], self.model)
+        entry = self.store.entry(name(bucket)) or self.build(bucket, idle)
+        for compiled, found in zip(entry["arguments"], signature(arguments), strict=True):
+            if compiled != found:
+                where = self.store.folder
+                raise RuntimeError(f"{name(bucket)} takes {compiled} and was given {found}: delete {where}.")
+        with self.store.kernel_folder() as kernels:
+            step = load_step(self.store.code(name(bucket)), idle, kernels)
+        if self.graphs:
+            self.graphs.warm(partial(step, *idle))
+        return step
 
     def build(self, bucket: Bucket, idle: Arguments) -> dict[str, Any]:
         """Compile a bucket into the store, unless another process has by now; its entry."""
         if not self.may_build:
             raise RuntimeError(f"run.require_warm=true, but {name(bucket)} is gone from {self.store.folder}.")
-        say(f"compiling {name(bucket)}, which takes {duration(self.store.pace())}")
-        with self.store.building():
+        self.say(f"compiling {name(bucket)}, which takes {duration(self.store.pace())}")
+        with self.store.building(quiet=not self.speaks):
             if entry := self.store.entry(name(bucket)):
                 return entry
             start = time.monotonic()
@@ -120,17 +127,28 @@ class Rounds:
         return entry
 
     def cold(self) -> list[Bucket]:
-        """Buckets that the store lacks."""
-        return [bucket for bucket in self.buckets if self.store.entry(name(bucket)) is None]
+        """Buckets that the store lacks, be it that of one rank: whether one is loaded is the same on all."""
+        lacking = [self.store.entry(name(bucket)) is None for bucket in self.buckets]
+        lacking = self.ranks.anywhere(lacking) if self.ranks else lacking
+        return [bucket for bucket, lacks in zip(self.buckets, lacking, strict=True) if lacks]
 
     def lack(self, cold: Sequence[Bucket]) -> str:
         """What is cold, and why."""
         count = f"{len(cold)} of {len(self.buckets)} compiled steps"
         return f"{count} are not in {self.store.folder} ({name(cold[-1])}, …; {self.store.why_cold()})"
 
+    def unlimited(self) -> AbstractContextManager[None]:
+        """No time in here counts as that of a step."""
+        return self.ranks.watch.unlimited() if self.ranks else nullcontext()
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    @property
+    def speaks(self) -> bool:
+        """One rank does for all."""
+        return self.ranks is None or self.ranks.place.rank == 0
+
+    def say(self, line: str, end: str = "\n") -> None:
+        if self.speaks:
+            print(line, file=sys.stderr, flush=True, end=end)
 
 
 def duration(pace: float | None) -> str:

@@ -73,7 +73,7 @@ class Store:
         return None
 
     @contextmanager
-    def building(self) -> Iterator[None]:
+    def building(self, quiet: bool = False) -> Iterator[None]:
         """The only builder of this folder, once others are done. StoreError where the folder cannot be written."""
         with told(self.folder):
             self.inductor.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,8 @@ class Store:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    warn(f"waiting for another process that is building in {self.folder}")
+                    if not quiet:
+                        warn(f"waiting for another process that is building in {self.folder}")
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 if not (self.folder / MANIFEST).exists():
                     write(self.folder / MANIFEST, json.dumps(dict(self.ingredients), indent=1).encode())

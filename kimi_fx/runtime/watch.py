@@ -4,6 +4,7 @@ What a rank waits for inside a collective or a CUDA graph, nothing else may noti
 ranks' store, where the first to report wins; an error that only says that a connection was lost waits for a better one.
 """
 
+import math
 import os
 import re
 import signal
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
 
@@ -41,6 +43,15 @@ class Watch(threading.Thread):
 
     def done(self) -> None:
         self.since = None
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """What is done in here may take any time; a step around it begins anew."""
+        stepping, self.since = self.since is not None, math.inf
+        try:
+            yield
+        finally:
+            self.since = time.monotonic() if stepping else None
 
     def run(self) -> None:
         while not self.over.wait(EVERY):

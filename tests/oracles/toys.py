@@ -132,11 +132,11 @@ def byte_tokenizer(folder: Path, words: Iterable[str] = ()) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def random_pair(folder: Path, V: int, layers: int, block: int) -> Loaded:
+def random_pair(folder: Path, V: int, layers: int, block: int, inner: int = 32) -> Loaded:
     """A random checkpoint pair without a tokenizer, both of 1 or 2 layers: the target's last has experts."""
     target = target_config(
         vocab_size=V, hidden_size=32, num_hidden_layers=layers, first_k_dense_replace=layers - 1,
-        num_attention_heads=2, num_key_value_heads=2, intermediate_size=32, moe_intermediate_size=32,
+        num_attention_heads=2, num_key_value_heads=2, intermediate_size=32, moe_intermediate_size=inner,
         n_routed_experts=4, num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
         qk_rope_head_dim=8, v_head_dim=8, bos_token_id=V - 3, eos_token_id=V - 2, pad_token_id=V - 1,
         max_position_embeddings=512,

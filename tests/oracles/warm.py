@@ -2,7 +2,7 @@
 
     python -m oracles.warm <override> …
 
-Prints what the test looks at, as JSON. `run.require_warm` is on and so is the stance that forbids tracing.
+Prints what the test looks at, as JSON. `run.require_warm` is on and so is, on every rank, the ban on tracing.
 """
 
 import gc
@@ -17,6 +17,7 @@ from kimi_fx import SamplingParams
 from kimi_fx.compose import load_config
 from kimi_fx.engine import Engine
 from kimi_fx.runtime.buckets import name
+from oracles.strict import Strict
 
 COMMON: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
 KINDS: dict[str, dict[str, Any]] = {
@@ -56,10 +57,10 @@ def growth(engine: Engine) -> int:
 
 def main(overrides: list[str]) -> None:
     torch.set_num_threads(1)
-    expected = serve(Engine.open(load_config(overrides), progress=False))
+    expected = serve(Engine.open(load_config([*overrides, "mesh.tp=1"]), progress=False))
     with torch.compiler.set_stance("fail_on_recompile"):
         with torch.inference_mode():  # of the caller's: no tensor of ours may be made in it
-            engine = Engine.open(load_config([*overrides, "run.compile=true", "run.require_warm=true"]), progress=False)
+            engine = Strict.open(load_config([*overrides, "run.compile=true", "run.require_warm=true"]), progress=False)
             found = serve(engine)
         again, more = serve(engine), growth(engine)
         beyond = engine.generate([1, 2, 3], max_tokens=9, temperature=0, ignore_eos=True, budget=12)
