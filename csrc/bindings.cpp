@@ -444,10 +444,22 @@ Tensor draft_attention(const Tensor& q, const Tensor& pool_k, const Tensor& pool
                         v.stride(2) == v.size(3) && v.stride(0) == v.size(1) * v.stride(1) && v.stride(1) % 8 == 0,
                     "v: wanted a CUDA tensor of 4 dimensions in bf16, its slots evenly apart by a multiple of 8.");
     int64_t B = q.size(0), S = q.size(1), H = q.size(2), KV = k.size(2), head = q.size(3);
-    STD_TORCH_CHECK((head == 64 || head == 128) && S <= rounds::kMaxSlots && H % KV == 0,
+    STD_TORCH_CHECK((head == 64 || head == 128) && S <= rounds::kMaxSlots && KV > 0 && H > 0 && H % KV == 0,
                     "heads of 64 or 128 columns and blocks of at most ", rounds::kMaxSlots, " slots are built, found ",
                     head, " and ", S, ".");
+    for (const Tensor* pool : {&pool_k, &pool_v}) {
+        STD_TORCH_CHECK(pool->size(1) == mla::kPage && pool->size(2) == KV && pool->size(3) == head,
+                        "pages of 64 x ", KV, " x ", head, " fit k, found ", pool->size(1), " x ", pool->size(2), " x ",
+                        pool->size(3), ".");
+    }
+    for (const Tensor* own : {&k, &v}) {
+        STD_TORCH_CHECK(own->size(0) == B && own->size(1) == S && own->size(2) == KV && own->size(3) == head,
+                        "k and v do not fit q of ", B, " requests and ", S, " slots.");
+    }
+    STD_TORCH_CHECK(page_table.size(0) == B && length.size(0) == B && window >= 0,
+                    "page_table or length do not fit ", B, " requests, or the window of ", window, " is negative.");
     torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+    if (B * S == 0) return torch::stable::new_empty(q, {B, S, H, head});
     Device device = device_of(q);
     int64_t splits = rounds::draft_splits(B, S, H, KV, page_table.size(1), device.blocks, device.shared);
     Tensor result = torch::stable::new_empty(q, {B, S, H, head});

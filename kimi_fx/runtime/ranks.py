@@ -158,7 +158,7 @@ class Ranks:
         if self.place.rank == 0 and not broken and dist.is_initialized():
             self.send(None)
         for follower in self.followers:
-            end(follower, 0.0 if broken else 5.0)
+            end(follower, 0.0 if broken else 20.0)
         if dist.is_initialized() and not broken:
             dist.destroy_process_group()
 
