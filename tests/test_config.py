@@ -1,4 +1,7 @@
-"""Overrides, presets, sampling parameters and the table of keys, against rules written down a second time."""
+"""Overrides, presets, sampling parameters and the table of keys, against rules written down a second time.
+
+Long because every kind of value is tried both as a key and as a sampling parameter.
+"""
 
 import ast
 import dataclasses

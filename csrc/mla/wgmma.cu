@@ -11,7 +11,7 @@
 // only where that is more than 2^kSlack times larger, so the outputs in registers are rarely rescaled.
 //
 // Row tiles of one request should walk the same KV tiles at the same time: what one of them brought into the L2 serves
-// the others.
+// the others. Long because the loader and both warpgroups hand on the same barriers and are read together.
 
 #include <cuda.h>
 

@@ -9,6 +9,8 @@
 // Gate|up of 64 columns is cut over its inputs into pieces. Each leaves its fp32 sums; the last to arrive adds them in
 // order and writes h, so who comes last changes nothing. Down waits until all columns of its item have arrived. The
 // first task of a warp is its own number: the grid must be resident as a whole.
+//
+// Long because gate|up and down are tasks of one stream of weights.
 
 #include <algorithm>
 

@@ -186,11 +186,11 @@ cudaError_t launch_build_tree(const TreeParams& params, int arch, cudaStream_t s
     int chunks = row_chunks(params.V);
     if (params.D) {
         dim3 grid(chunks, params.D, params.B);
-        cudaError_t error = launch(summarise_kernel, grid, kThreads, 0, 1, arch, stream, params);
+        cudaError_t error = launch_in_clusters(summarise_kernel, grid, kThreads, 0, 1, arch, stream, params);
         if (error != cudaSuccess) return error;
     }
     dim3 grid(std::max(params.D, 1), params.B);
-    return launch(build_kernel, grid, kThreads, 0, 1, arch, stream, params, chunks);
+    return launch_in_clusters(build_kernel, grid, kThreads, 0, 1, arch, stream, params, chunks);
 }
 
 }  // namespace kimi_fx::round

@@ -180,9 +180,9 @@ cudaError_t launch_head(const DraftParams& p, int arch, cudaStream_t stream) {
     cudaError_t error = cudaFuncSetAttribute(draft_kernel<Head>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     dim3 grid(p.splits, p.KV * row_tiles(p.S, p.H, p.KV), p.B);
-    error = launch(draft_kernel<Head>, grid, kThreads, kBytes, 1, arch, stream, p);
+    error = launch_in_clusters(draft_kernel<Head>, grid, kThreads, kBytes, 1, arch, stream, p);
     if (error != cudaSuccess) return error;
-    return launch(join_kernel<Head>, dim3(p.S * p.H, p.B), kJoinThreads, 0, 1, arch, stream, p);
+    return launch_in_clusters(join_kernel<Head>, dim3(p.S * p.H, p.B), kJoinThreads, 0, 1, arch, stream, p);
 }
 
 }  // namespace

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(WalkParams p, int k)
 cudaError_t launch_logprobs(const WalkParams& params, int arch, cudaStream_t stream) {
     dim3 grid(row_chunks(params.V), params.A, params.B);
     int k = std::min(kAlternatives, params.V);
-    return launch(logprobs_kernel, grid, kThreads, 0, 1, arch, stream, params, k);
+    return launch_in_clusters(logprobs_kernel, grid, kThreads, 0, 1, arch, stream, params, k);
 }
 
 }  // namespace kimi_fx::round

@@ -105,7 +105,7 @@ cudaError_t launch_walk(const WalkParams& p, int arch, int multiprocessors, cuda
         error = cudaFuncSetAttribute(walk_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     }
     if (error != cudaSuccess) return error;
-    return launch(walk_kernel, p.B * blocks, kWalkThreads, bytes, blocks, arch, stream, p);
+    return launch_in_clusters(walk_kernel, p.B * blocks, kWalkThreads, bytes, blocks, arch, stream, p);
 }
 
 }  // namespace kimi_fx::round
