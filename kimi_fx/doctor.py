@@ -24,7 +24,6 @@ from .checkpoint.shards import check_divides
 from .compose import load_config
 from .config import Config, package_path
 from .graphs.state import Model, Shape
-from .ops.library import UNTRIED
 from .runtime.buckets import buckets, name, tokens
 from .runtime.build import check_driver, find_nvcc, library_for, own_arch
 from .runtime.links import measure
@@ -124,7 +123,7 @@ def devices(case: Case) -> str:
     if case.config.ops == "reference":
         return "\n".join([*lines, "  ops=reference: no kernels"])
     arch = own_arch(case.device)
-    return "\n".join([*lines, f"  kernels: {family(arch)}", *untried(), f"  {compiled(arch)}"])
+    return "\n".join([*lines, f"  kernels: {family(arch)}", f"  {compiled(arch)}"])
 
 
 def family(arch: str) -> str:
@@ -132,11 +131,6 @@ def family(arch: str) -> str:
     if arch == "sm_90a":
         return "sm_90a: wgmma attention from 64 rows on (nodes x a rank's heads), as only 9.0 has it, else mma.sync"
     return f"{arch}: mma.sync attention, as warpgroup products (wgmma) are of 9.0 alone"
-
-
-def untried() -> list[str]:
-    """Operators whose kernels are not in use."""
-    return [f"  PyTorch references stand in for {', '.join(sorted(UNTRIED))}"] if UNTRIED else []
 
 
 def compiled(arch: str) -> str:

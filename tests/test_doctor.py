@@ -13,7 +13,6 @@ from kimi_fx.checkpoint.files import INDEX
 from kimi_fx.cli import main
 from kimi_fx.compose import load_config
 from kimi_fx.doctor import Case, devices, topology
-from kimi_fx.ops.library import UNTRIED
 from kimi_fx.runtime.ranks import Place
 from oracles.sparse import read_header, shard, write_header, write_sparse
 
@@ -189,7 +188,6 @@ def test_devices_and_their_kernels(cards, capability: tuple[int, int], monkeypat
     text = devices(case)
     assert FAMILIES[capability] in text and "not compiled yet: /some/nvcc" in text
     assert "cuda:1  Card" in text and "130.0 GB of 140.0 GB free" in text and "peer access: not from 0 to 1" in text
-    assert all(name in text for name in UNTRIED)
 
 
 def test_an_old_device(cards) -> None:

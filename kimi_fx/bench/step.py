@@ -24,7 +24,6 @@ from ..config import NODE_BUCKETS, PAGE, Config
 from ..graphs.state import Model, Shape, slots
 from ..graphs.step import ddtree_step
 from ..ops import KERNELS
-from ..ops.library import UNTRIED
 from ..runtime.buckets import shape_of
 from ..runtime.build import load_kernels
 from .bars import bars
@@ -207,7 +206,6 @@ def run(overrides: Sequence[str]) -> int:
     check_fits(device_bytes(model, room_for(cells)), torch.cuda.mem_get_info()[0])
     device = torch.device("cuda")
     load_kernels(device)
-    UNTRIED.clear()
     card = rates()
     torch.cuda.empty_cache()
     with (folder / "step.jsonl").open("w", buffering=1) as lines:

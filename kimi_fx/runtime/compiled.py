@@ -31,8 +31,8 @@ def compile_step(bucket: Bucket, arguments: Arguments, kernels: Path) -> bytes:
 
     traced = step.prefill_step if isinstance(bucket, Chunk) else step.ddtree_step
     options: Any = {"guard_filter_fn": no_guards, "cpp.dynamic_threads": True}
-    compiled: Any = torch.compile(traced, fullgraph=True, dynamic=False, options=options)
     with building_in(kernels), torch._dynamo.config.patch(enable_aot_compile=True):
+        compiled: Any = torch.compile(traced, fullgraph=True, dynamic=False, options=options)
         clear_caches()  # a kernel that is only in memory would be missing in the folder
         for leaf in opened(arguments):
             torch._dynamo.mark_dynamic(leaf, 1)

@@ -20,7 +20,6 @@ from ..graphs.params import Leaf, drafter_plan, target_plan
 from ..graphs.pytree import tree_leaves
 from ..graphs.state import Model, Shape, empty_pool, empty_state
 from ..ops import KERNELS
-from ..ops.library import UNTRIED
 from ..request import Plan
 from .buckets import Bucket, Chunk, buckets, name, tokens
 from .pages import pages_for
@@ -153,7 +152,7 @@ def workspace(bucket: Bucket, model: Model, dtype: torch.dtype, on_cuda: bool, c
     drafting = 0
     if isinstance(bucket, Shape) and bucket.nodes > 1 and model.drafter:
         drafting = draft(bucket, model, size)
-        drafting += draft_reference(bucket, model, size, context) if slow or "draft_attention" in UNTRIED else 0
+        drafting += draft_reference(bucket, model, size, context) if slow else 0
     step = size * (kept + layer) + slow * context * (2 * F32 + size)
     return max(drafting, step, size * kept + head(bucket, model, size))
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kimi_fx.ops.build_tree import build_tree
-from kimi_fx.ops.library import UNTRIED
 from kimi_fx.runtime.build import load_kernels
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +24,6 @@ INF = torch.inf
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
     load_kernels(torch.device("cuda"))
-    UNTRIED.clear()
 
 
 def build(logits: Tensor, budget: list[int], width: list[int], nodes: int) -> list[Tensor]:

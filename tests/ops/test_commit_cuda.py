@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kimi_fx.ops import commit as module
-from kimi_fx.ops.library import UNTRIED
 from kimi_fx.runtime.build import load_kernels
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +20,6 @@ MUTATED = ("pool", "draft_k", "draft_v", "anchor", "length", "active", "counts",
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
     load_kernels(torch.device("cuda"))
-    UNTRIED.clear()
 
 
 def case(

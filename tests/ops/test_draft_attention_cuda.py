@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kimi_fx.ops.draft_attention import draft_attention
-from kimi_fx.ops.library import UNTRIED
 from kimi_fx.runtime.build import load_kernels
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +33,6 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
     load_kernels(torch.device("cuda"))
-    UNTRIED.clear()
 
 
 def case(lengths: list[int], slots: int, heads: tuple[int, int], head: int, seed: int) -> Case:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kimi_fx.ops import draw
-from kimi_fx.ops.library import UNTRIED
 from kimi_fx.ops.sample_and_walk import reference, sample_and_walk
 from kimi_fx.runtime.build import load_kernels
 
@@ -25,7 +24,6 @@ RUNS, STOP, LENGTH, NON_FINITE = range(4)
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
     load_kernels(torch.device("cuda"))
-    UNTRIED.clear()
 
 
 def arguments(logits: Tensor, token: Any = None, parent: Any = None, rows: int | None = None, **changed: Any) -> list:
