@@ -118,9 +118,14 @@ struct Norm {
             float scale = Op::kEarly ? scales[place.row] : 1.f;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                float2 two = __bfloat1622float2(x[j]), weight = __bfloat1622float2(g[j]);
-                squares[i] += two.x * two.x + two.y * two.y;
-                x[j] = __floats2bfloat162_rn(two.x * scale * weight.x, two.y * scale * weight.y);
+                float2 two = __bfloat1622float2(x[j]);
+                if constexpr (Op::kEarly) {
+                    float2 weight = __bfloat1622float2(g[j]);
+                    x[j] = __floats2bfloat162_rn(two.x * scale * weight.x, two.y * scale * weight.y);
+                } else {
+                    squares[i] += two.x * two.x + two.y * two.y;
+                    x[j] = __hmul2(x[j], g[j]);
+                }
             }
             tokens[place.swizzled()] = vector;
         });
