@@ -53,6 +53,29 @@ __device__ inline void wait_for_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Open) : "memory");
 }
 
+// ---- counters that blocks of one kernel share ----
+
+// For all threads of a block, whose earlier writes are seen by whoever sees the count. True in the last of `blocks`.
+__device__ inline bool arrive(int32_t* counter, int blocks) {
+    __shared__ int before;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    }
+    __syncthreads();
+    return before == blocks - 1;
+}
+
+__device__ inline void wait_until(const int32_t* counter, int value) {
+    if (threadIdx.x == 0) {
+        int seen;
+        do {
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+        } while (seen != value);
+    }
+    __syncthreads();
+}
+
 // ---- products ----
 
 // Four 8 x 8 matrices, lane l pointing at row l % 8 of matrix l / 8.

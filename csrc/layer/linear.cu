@@ -1,29 +1,10 @@
 // The plain products: of a normed input, and onto a residual.
 
 #include "launch.h"
-#include "store.h"
+#include "linear.h"
 
 namespace kimi_fx::layer {
 namespace {
-
-struct Rows : Plain {
-    Shape shape;
-    const __nv_bfloat16 *x, *w;
-    int rows;
-
-    template <class T>
-    int count_tiles() const {
-        return (rows + T::kRows - 1) / T::kRows;
-    }
-    template <class T>
-    __device__ const __nv_bfloat16* weight(int tile, int row, int k) const {
-        return w + int64_t(min(tile * T::kRows + row, rows - 1)) * shape.inputs + k;
-    }
-    template <class T>
-    __device__ const __nv_bfloat16* input(int, int token, int k) const {
-        return x + int64_t(token) * shape.inputs + k;
-    }
-};
 
 template <class Out>
 struct NormLinear : Rows {
@@ -35,32 +16,6 @@ struct NormLinear : Rows {
     __device__ void finish(int tile, int token, int row, float scale, const Total<T>& total) const {
         int at = tile * T::kRows + row;
         if (at < rows) store_four(out + int64_t(token) * rows + at, times(total(row), scale));
-    }
-};
-
-struct LinearAdd : Rows {
-    const __nv_bfloat16 *residual, *other;
-    __nv_bfloat16* out;
-    float* squares;
-
-    template <class T>
-    __device__ void finish(int tile, int token, int row, float, const Total<T>& total) const {
-        static_assert(T::kRows == 64);
-        int lane = threadIdx.x % 32;
-        int64_t at = int64_t(token) * rows + tile * T::kRows + row;
-        bool real = tile * T::kRows + row < rows;
-        float4 sum = make_float4(0, 0, 0, 0);
-        if (real) {
-            sum = total(row);
-            if (residual) add(sum, load_four(residual + at));
-            if (other) add(sum, load_four(other + at));
-            store_four(out + at, sum);
-        }
-        if (squares == nullptr) return;
-        float square = squares_of_rounded(sum);
-        // Sixteen lanes have a token's 64 rows
-        for (int d = 8; d; d /= 2) square += __shfl_xor_sync(0xffffu << (lane & 16), square, d);
-        if (lane % 16 == 0) squares[token * shape.tiles + tile] = square;
     }
 };
 
@@ -78,12 +33,6 @@ cudaError_t launch_norm_linear(const LinearParams& p, const Chip& chip) {
     return p.wide ? launch_as<float>(p, chip) : launch_as<__nv_bfloat16>(p, chip);
 }
 
-cudaError_t launch_linear_add(const AddParams& p, const Chip& chip) {
-    LinearAdd op;
-    op.shape = {p.T, p.inputs, 0, 0, 0};
-    op.x = p.x, op.w = p.w, op.rows = p.rows;
-    op.residual = p.residual, op.other = p.other, op.out = p.out, op.squares = p.squares;
-    return launch<64, 64>(op, chip);
-}
+cudaError_t launch_linear_add(const AddParams& p, const Chip& chip) { return launch<64, 64>(linear_add(p), chip); }
 
 }  // namespace kimi_fx::layer

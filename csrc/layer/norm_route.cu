@@ -1,6 +1,10 @@
 // The router's logits and the shared expert's gate|up in one product of the same normed input, which a block for each
 // token beside them writes for the routed experts. The logits read that very input, rounded: 1 / rms comes first.
+//
+// A token's block then waits for the logits and chooses; the last of them makes the work list. Blocks start in their
+// order and those that wait come last, so whom they wait for is always under way.
 
+#include "choose.h"
 #include "launch.h"
 #include "store.h"
 
@@ -47,9 +51,20 @@ struct Route : Plain {
         if (expert < p.E) store_four(p.logits + int64_t(token) * p.E + expert, total(row));
     }
 
-    __device__ void extra(int token) const {
+    template <class T>
+    __device__ void done(int tile) const {
+        if (tile < router_tiles<T>()) arrive(p.counters, 0);
+    }
+
+    template <class T>
+    __device__ void extra(int token, uint4* room) const {
         int64_t at = int64_t(token) * p.D;
         scale_row(p.h + at, p.x + at, p.norm, p.D, scale(token));
+        wait_until(p.counters, router_tiles<T>() * shape.splits);
+        choose_experts(p, token, room);
+        if (!arrive(p.counters + 1, p.T)) return;
+        if (threadIdx.x < 2) p.counters[threadIdx.x] = 0;
+        list_pairs(p, room);
     }
 };
 

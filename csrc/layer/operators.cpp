@@ -14,14 +14,11 @@
 #include <optional>
 #include <tuple>
 
-#include "moe/route.h"
-
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 namespace layer = kimi_fx::layer;
-namespace moe = kimi_fx::moe;
 
 layer::Chip chip_of(const Tensor& x) {
     int index = x.get_device_index();
@@ -56,6 +53,12 @@ const float* floats(const Tensor& x) { return static_cast<const float*>(x.const_
 template <typename T = __nv_bfloat16>
 T* out(Tensor& x) {
     return static_cast<T*>(x.mutable_data_ptr());
+}
+
+// Blocks of a launch count in it; the last leaves it as it was.
+int32_t* counts(const Tensor& counters) {
+    check(counters, "counters", {2}, ScalarType::Int);
+    return static_cast<int32_t*>(const_cast<void*>(counters.const_data_ptr()));
 }
 
 Tensor norm_linear(const Tensor& x, const Tensor& norm, const Tensor& weight, double eps, bool wide) {
@@ -126,7 +129,7 @@ Tensor norm_gate_up(const Tensor& x, const Tensor& norm, const Tensor& weight, d
 }
 
 std::tuple<Tensor, Tensor> q_up_absorb(const Tensor& x, const Tensor& q_norm, const Tensor& norm, const Tensor& q_b,
-                                       const Tensor& w_uk, const Tensor& cos, const Tensor& sin, double eps) {
+                                       const Tensor& w_uk, const Tensor& cos, const Tensor& sin, const Tensor& counters, double eps) {
     int64_t T = x.size(0), H = q_b.size(0), q_lora = q_b.size(2), nope = w_uk.size(1), L = w_uk.size(2);
     int64_t R = q_b.size(1) - nope;
     check_few(T, {q_lora, nope, L, R});
@@ -165,12 +168,12 @@ std::tuple<Tensor, Tensor> q_up_absorb(const Tensor& x, const Tensor& q_norm, co
                              .inputs = static_cast<int>(nope),
                              .rows = static_cast<int>(L),
                              .pitch = static_cast<int>(L + R)};
-    STD_CUDA_CHECK(layer::launch_q_up(up, chip));
-    STD_CUDA_CHECK(layer::launch_absorb(absorb, chip));
+    STD_CUDA_CHECK(layer::launch_q_up_absorb(up, absorb, counts(counters), chip));
     return {q, rows};
 }
 
-std::tuple<Tensor, Tensor> v_up_o(const Tensor& x, const Tensor& w_uv, const Tensor& weight, const Tensor& residual) {
+std::tuple<Tensor, Tensor> v_up_o(const Tensor& x, const Tensor& w_uv, const Tensor& weight, const Tensor& residual,
+                                  const Tensor& counters) {
     int64_t T = x.size(0), H = x.size(1), L = x.size(2), value = w_uv.size(1), D = weight.size(0);
     check_few(T, {L, value});
     check(x, "o", {T, H, L});
@@ -189,15 +192,15 @@ std::tuple<Tensor, Tensor> v_up_o(const Tensor& x, const Tensor& w_uv, const Ten
                          .pitch = static_cast<int>(value)};
     layer::AddParams add = add_params(v, weight, residual, std::nullopt, result);
     add.squares = out<float>(squares);
-    STD_CUDA_CHECK(layer::launch_v_up(up, chip));
-    STD_CUDA_CHECK(layer::launch_linear_add(add, chip));
+    STD_CUDA_CHECK(layer::launch_v_up_o(up, add, counts(counters), chip));
     return {result, squares};
 }
 
 using Routed = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Routed norm_route(const Tensor& x, const Tensor& squares, const Tensor& norm, const Tensor& router, const Tensor& bias,
-                  const Tensor& gate_up, const Tensor& valid, int64_t k, double scale, double eps) {
+Routed norm_route(const Tensor& x, const Tensor& squares, const Tensor& counters, const Tensor& norm,
+                  const Tensor& router, const Tensor& bias, const Tensor& gate_up, const Tensor& valid, int64_t k,
+                  double scale, double eps) {
     int64_t T = x.size(0), D = x.size(1), E = router.size(0), I = gate_up.size(1), pieces = squares.size(1);
     check_few(T, {D, E, I});
     check(x, "x", {T, D});
@@ -207,41 +210,38 @@ Routed norm_route(const Tensor& x, const Tensor& squares, const Tensor& norm, co
     check(bias, "bias", {E}, ScalarType::Float);
     check(gate_up, "gate_up", {2, I, D});
     check(valid, "valid", {T}, ScalarType::Bool);
-    STD_TORCH_CHECK(E <= moe::kMaxRouted && k >= 1 && k <= std::min<int64_t>(E, moe::kMaxChosen), "top ", k, " of ", E,
-                    " experts was asked for: at most ", moe::kMaxChosen, " of ", moe::kMaxRouted, " are built.");
+    STD_TORCH_CHECK(E <= layer::kMostRouted && k >= 1 && k <= std::min<int64_t>(E, layer::kMostChosen), "top ", k, " of ", E,
+                    " experts was asked for: at most ", layer::kMostChosen, " of ", layer::kMostRouted, " are built.");
     torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
     layer::Chip chip = chip_of(x);
     Tensor h = torch::stable::new_empty(x, {T, D}), shared = torch::stable::new_empty(x, {T, I});
     Tensor logits = torch::stable::new_empty(squares, {T, E}), weights = torch::stable::new_empty(squares, {T, k});
     Tensor ids = torch::stable::new_empty(x, {T, k}, ScalarType::Int);
     Tensor order = torch::stable::new_empty(ids, {T * k}), offsets = torch::stable::new_empty(ids, {E + 1});
-    layer::RouteParams product{.x = values(x),
-                               .squares = floats(squares),
-                               .norm = values(norm),
-                               .router = values(router),
-                               .gate_up = values(gate_up),
-                               .h = out(h),
-                               .logits = out<float>(logits),
-                               .shared = out(shared),
-                               .T = static_cast<int>(T),
-                               .D = static_cast<int>(D),
-                               .E = static_cast<int>(E),
-                               .I = static_cast<int>(I),
-                               .pieces = static_cast<int>(pieces),
-                               .eps = static_cast<float>(eps)};
-    moe::RouteParams route{.logits = floats(logits),
-                           .bias = floats(bias),
-                           .valid = static_cast<const bool*>(valid.const_data_ptr()),
-                           .ids = out<int32_t>(ids),
-                           .weights = out<float>(weights),
-                           .order = out<int32_t>(order),
-                           .offsets = out<int32_t>(offsets),
-                           .T = static_cast<int>(T),
-                           .E = static_cast<int>(E),
-                           .K = static_cast<int>(k),
-                           .scale = static_cast<float>(scale)};
-    STD_CUDA_CHECK(layer::launch_norm_route(product, chip));
-    STD_CUDA_CHECK(moe::launch_route(route, chip.arch, chip.stream));
+    layer::RouteParams params{.x = values(x),
+                              .squares = floats(squares),
+                              .norm = values(norm),
+                              .router = values(router),
+                              .bias = floats(bias),
+                              .gate_up = values(gate_up),
+                              .valid = static_cast<const bool*>(valid.const_data_ptr()),
+                              .h = out(h),
+                              .logits = out<float>(logits),
+                              .shared = out(shared),
+                              .ids = out<int32_t>(ids),
+                              .weights = out<float>(weights),
+                              .order = out<int32_t>(order),
+                              .offsets = out<int32_t>(offsets),
+                              .counters = counts(counters),
+                              .T = static_cast<int>(T),
+                              .D = static_cast<int>(D),
+                              .E = static_cast<int>(E),
+                              .I = static_cast<int>(I),
+                              .K = static_cast<int>(k),
+                              .pieces = static_cast<int>(pieces),
+                              .scale = static_cast<float>(scale),
+                              .eps = static_cast<float>(eps)};
+    STD_CUDA_CHECK(layer::launch_norm_route(params, chip));
     return {h, shared, ids, weights, order, offsets};
 }
 
@@ -253,11 +253,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kimi_fx_cuda, m) {
     m.def("norm_gate_up(Tensor x, Tensor norm, Tensor gate_up, float eps) -> Tensor");
     m.def(
         "q_up_absorb(Tensor qkv, Tensor q_norm, Tensor kv_norm, Tensor q_b, Tensor w_uk, Tensor cos, Tensor sin, "
-        "float eps) -> (Tensor, Tensor)");
-    m.def("v_up_o(Tensor o, Tensor w_uv, Tensor weight, Tensor residual) -> (Tensor, Tensor)");
+        "Tensor counters, float eps) -> (Tensor, Tensor)");
+    m.def("v_up_o(Tensor o, Tensor w_uv, Tensor weight, Tensor residual, Tensor counters) -> (Tensor, Tensor)");
     m.def(
-        "norm_route(Tensor x, Tensor squares, Tensor norm, Tensor router, Tensor bias, Tensor gate_up, Tensor valid, "
-        "int k, float scale, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+        "norm_route(Tensor x, Tensor squares, Tensor counters, Tensor norm, Tensor router, Tensor bias, Tensor gate_up, "
+        "Tensor valid, int k, float scale, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kimi_fx_cuda, CUDA, m) {

@@ -12,6 +12,8 @@
 namespace kimi_fx::layer {
 
 constexpr int kMostTokens = 128;
+constexpr int kMostRouted = 1024;  // experts
+constexpr int kMostChosen = 32;    // of them for a token
 
 struct Chip {
     int arch;    // 90: compute capability 9.0
@@ -55,6 +57,14 @@ struct GateUpParams {
 };
 cudaError_t launch_gate_up(const GateUpParams& params, const Chip& chip);
 
+// Each head's values times its own matrix.
+struct HeadParams {
+    const __nv_bfloat16* x;  // [T, H, inputs]
+    const __nv_bfloat16* w;  // [H, rows, inputs]; where they absorb, [H, inputs, rows]
+    __nv_bfloat16* out;      // [T, H, pitch], of which the first `rows`
+    int T, H, inputs, rows, pitch;
+};
+
 // Queries of norm(q latent), rotated where they rotate, and the pool rows of norm(latent) and the rotated key.
 struct QUpParams {
     const __nv_bfloat16* x;       // [T, q_lora + L + R] before their norms
@@ -69,30 +79,30 @@ struct QUpParams {
     int T, H, q_lora, L, R, nope_width;
     float eps;
 };
-cudaError_t launch_q_up(const QUpParams& params, const Chip& chip);
 
-// Each head's values times its own matrix.
-struct HeadParams {
-    const __nv_bfloat16* x;  // [T, H, inputs]
-    const __nv_bfloat16* w;  // [H, rows, inputs]; `launch_absorb`: [H, inputs, rows]
-    __nv_bfloat16* out;      // [T, H, pitch], of which the first `rows`
-    int T, H, inputs, rows, pitch;
-};
-cudaError_t launch_absorb(const HeadParams& params, const Chip& chip);
-cudaError_t launch_v_up(const HeadParams& params, const Chip& chip);
+// `absorb` reads `nope` and writes the rest of `q`, `o` reads what `v_up` wrote. `counters`: [2] zero, and left so.
+cudaError_t launch_q_up_absorb(const QUpParams& q_up, const HeadParams& absorb, int32_t* counters, const Chip& chip);
+cudaError_t launch_v_up_o(const HeadParams& v_up, const AddParams& o, int32_t* counters, const Chip& chip);
 
-// Router logits, the shared expert's silu(gate) up, and the norm(x) that both and the routed experts read.
+// norm(x), the router's choice and work list, and the shared expert's silu(gate) up.
 struct RouteParams {
     const __nv_bfloat16* x;        // [T, D]
     const float* squares;          // [T, pieces] whose sum is that of x's squares
     const __nv_bfloat16* norm;     // [D]
     const __nv_bfloat16* router;   // [E, D]
+    const float* bias;             // [E], chooses but does not weigh
     const __nv_bfloat16* gate_up;  // [2, I, D]
+    const bool* valid;             // [T]
     __nv_bfloat16* h;              // [T, D]
     float* logits;                 // [T, E]
     __nv_bfloat16* shared;         // [T, I]
-    int T, D, E, I, pieces;
-    float eps;
+    int32_t* ids;                  // [T, K] best first, -1: padding
+    float* weights;                // [T, K]
+    int32_t* order;                // [T * K] pairs (token * K + slot) by expert, padding last
+    int32_t* offsets;              // [E + 1]
+    int32_t* counters;             // [2] zero, and left so: blocks that have logits, tokens that have experts
+    int T, D, E, I, K, pieces;
+    float scale, eps;
 };
 cudaError_t launch_norm_route(const RouteParams& params, const Chip& chip);
 

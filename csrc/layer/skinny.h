@@ -14,7 +14,11 @@
 //   norm()           the norm's weights over the inputs, or null. x * norm is rounded as it enters the product, and
 //                    1 / rms joins the sums; where `kEarly`, `scale(token)` gives 1 / rms before and joins there.
 //   finish           four neighbouring sums of a token are complete
-//   kExtra, extra    whether each token has a block of its own, and what that does
+//   kExtra, extra    whether each token has a block of its own after those of tiles, and what that does
+//   ready, done      what a tile's block waits for before it reads tokens, and what it does when its sums are stored
+//
+// Two products may share a launch, the second reading what the first wrote: its blocks fill their rings, then wait for
+// the first one's to be done. Blocks start in their order, so whom they wait for is always under way.
 
 #pragma once
 
@@ -40,7 +44,11 @@ struct Plain {
     static constexpr bool kTransposed = false, kEarly = false, kExtra = false;
     __device__ const __nv_bfloat16* norm() const { return nullptr; }
     __device__ float scale(int) const { return 1; }
-    __device__ void extra(int) const {}
+    __device__ void ready() const {}
+    template <class T>
+    __device__ void done(int) const {}
+    template <class T>
+    __device__ void extra(int, uint4*) const {}
 };
 
 __device__ inline float sum_of_lanes(float x, int lanes) {
@@ -260,18 +268,17 @@ __device__ void finish_tokens(const Op& op, int tile, int rank, const float* sum
     }
 }
 
-// ---- the kernel ----
+// ---- the kernels ----
 
+// One block of a product: of a tile, or a token's own.
 template <class T, class Op>
-__global__ void __launch_bounds__(kThreads, kRing <= 96 * 1024 ? 2 : 1) skinny_kernel(const __grid_constant__ Op op) {
-    extern __shared__ uint4 ring[];
+__device__ void run_block(const Op& op, int block, uint4* ring) {
     __shared__ float of_tokens[2 * T::kTokens];  // 1 / rms where it is known early, else sums of squares
-    int tile = blockIdx.x / op.shape.splits, rank = blockIdx.x % op.shape.splits;
-    let_next_kernel_start();
+    int tile = block / op.shape.splits, rank = block % op.shape.splits;
     if (Op::kExtra && tile >= op.shape.tiles) {
         wait_for_previous_kernel();
-        int token = blockIdx.x - op.shape.tiles * op.shape.splits;
-        if (token < op.shape.T) op.extra(token);
+        int token = block - op.shape.tiles * op.shape.splits;
+        if (token < op.shape.T) op.template extra<T>(token, ring);
         return;
     }
     int steps = (op.shape.inputs + T::kStep - 1) / T::kStep;
@@ -283,6 +290,7 @@ __global__ void __launch_bounds__(kThreads, kRing <= 96 * 1024 ? 2 : 1) skinny_k
     Norm<T> norm;
     if (normed) norm.fetch(op, first);
     wait_for_previous_kernel();
+    op.ready();
     for (int s = 0; s < T::kStages - 1; ++s) {
         if (s < count) copy_tokens<T>(op, tile, first + s, stage(s));
         close_group();
@@ -321,7 +329,33 @@ __global__ void __launch_bounds__(kThreads, kRing <= 96 * 1024 ? 2 : 1) skinny_k
     add_warps<T>(room);
     sync_cluster(op.shape.splits);
     finish_tokens<T>(op, tile, rank, room, of_tokens);
+    op.template done<T>(tile);
     if (op.shape.splits > 1) sync_cluster(op.shape.splits);  // the others may still read
+}
+
+constexpr int kTogether = kRing <= 96 * 1024 ? 2 : 1;  // blocks of a multiprocessor
+
+template <class T, class Op>
+__global__ void __launch_bounds__(kThreads, kTogether) skinny_kernel(const __grid_constant__ Op op) {
+    extern __shared__ uint4 ring[];
+    let_next_kernel_start();
+    run_block<T>(op, blockIdx.x, ring);
+}
+
+// `second` is not split: its blocks are on their own, whatever the cluster.
+template <class First, class Op1, class Second, class Op2>
+__global__ void __launch_bounds__(kThreads, kTogether)
+    pair_kernel(const __grid_constant__ Op1 one, const __grid_constant__ Op2 two, int blocks) {
+    extern __shared__ uint4 ring[];
+    let_next_kernel_start();
+    int block = blockIdx.x;
+    if (block < blocks) {
+        run_block<First>(one, block, ring);
+    } else if (block < blocks + two.shape.tiles) {
+        run_block<Second>(two, block - blocks, ring);
+    } else {
+        wait_for_previous_kernel();
+    }
 }
 
 }  // namespace kimi_fx::layer

@@ -61,6 +61,7 @@ class Inputs:
     routed: Tensor  # [T, D]
     bias: Tensor  # [E] f32
     valid: Tensor  # [T] bool
+    counters: Tensor  # [2] i32
 
 
 def normal(*size: int) -> Tensor:
@@ -81,14 +82,24 @@ def weights() -> Weights:
 def inputs(rows: int) -> Inputs:
     angle = torch.rand(rows, R, device="cuda")
     bias, valid = torch.zeros(E, device="cuda"), torch.ones(rows, dtype=torch.bool, device="cuda")
-    return Inputs(normal(rows, D), angle.cos(), angle.sin(), normal(rows, H, L), normal(rows, D), bias, valid)
+    counters = torch.zeros(2, dtype=torch.int32, device="cuda")
+    o, routed = normal(rows, H, L), normal(rows, D)
+    return Inputs(normal(rows, D), angle.cos(), angle.sin(), o, routed, bias, valid, counters)
+
+
+def up(ops: Ops, w: Weights, i: Inputs, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    return ops.q_up_absorb(qkv, w.q_norm, w.kv_norm, w.q_b, w.w_uk, i.cos, i.sin, i.counters, EPS)
+
+
+def route(ops: Ops, w: Weights, i: Inputs, x: Tensor, squares: Tensor) -> tuple[Tensor, ...]:
+    return ops.norm_route(x, squares, i.counters, w.norm, w.router, i.bias, w.gate_up, i.valid, K, SCALE, EPS)
 
 
 def layer(ops: Ops, w: Weights, i: Inputs) -> tuple[Tensor, ...]:
     qkv = ops.norm_linear(i.x, w.attention_norm, w.qkv_a, EPS, False)
-    q, rows = ops.q_up_absorb(qkv, w.q_norm, w.kv_norm, w.q_b, w.w_uk, i.cos, i.sin, EPS)
-    x, squares = ops.v_up_o(i.o, w.w_uv, w.o, i.x)
-    h, shared, *routing = ops.norm_route(x, squares, w.norm, w.router, i.bias, w.gate_up, i.valid, K, SCALE, EPS)
+    q, rows = up(ops, w, i, qkv)
+    x, squares = ops.v_up_o(i.o, w.w_uv, w.o, i.x, i.counters)
+    h, shared, *routing = route(ops, w, i, x, squares)
     return ops.linear_add(shared, w.down, x, i.routed), q, rows, h, *routing
 
 
@@ -99,11 +110,9 @@ def parts(i: Inputs) -> dict[str, Callable[[Weights], object]]:
     ops = KERNELS
     return {
         "norm_qkv_a": lambda w: ops.norm_linear(i.x, w.attention_norm, w.qkv_a, EPS, False),
-        "q_up_absorb": lambda w: ops.q_up_absorb(qkv, w.q_norm, w.kv_norm, w.q_b, w.w_uk, i.cos, i.sin, EPS),
-        "v_up_o": lambda w: ops.v_up_o(i.o, w.w_uv, w.o, i.x),
-        "norm_route": lambda w: ops.norm_route(
-            i.x, squares, w.norm, w.router, i.bias, w.gate_up, i.valid, K, SCALE, EPS
-        ),
+        "q_up_absorb": lambda w: up(ops, w, i, qkv),
+        "v_up_o": lambda w: ops.v_up_o(i.o, w.w_uv, w.o, i.x, i.counters),
+        "norm_route": lambda w: route(ops, w, i, i.x, squares),
         "shared_down": lambda w: ops.linear_add(shared, w.down, i.x, i.routed),
     }
 

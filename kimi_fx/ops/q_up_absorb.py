@@ -20,6 +20,7 @@ def reference(
     w_uk: Tensor,  # [H, nope, L]
     cos: Tensor,  # [T, R] f32, an angle for each element
     sin: Tensor,  # [T, R] f32, negative for the first of a pair
+    counters: Tensor,  # [2] i32 zero, and left so: the kernel's blocks count in it
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """q [T, H, L + R] and rows [T, L + R]."""
@@ -39,7 +40,15 @@ q_up_absorb = torch.library.custom_op("kimi_fx::q_up_absorb", reference, mutates
 
 @q_up_absorb.register_fake
 def _(
-    qkv: Tensor, q_norm: Tensor, kv_norm: Tensor, q_b: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, eps: float
+    qkv: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    q_b: Tensor,
+    w_uk: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    counters: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     tokens, row = qkv.shape[0], kv_norm.shape[0] + cos.shape[1]
     return qkv.new_empty(tokens, q_b.shape[0], row), qkv.new_empty(tokens, row)
@@ -47,9 +56,18 @@ def _(
 
 @q_up_absorb.register_kernel("cuda")
 def _(
-    qkv: Tensor, q_norm: Tensor, kv_norm: Tensor, q_b: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, eps: float
+    qkv: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    q_b: Tensor,
+    w_uk: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    counters: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     loaded = few_rows(qkv, q_b, w_uk)
     if loaded is None:
-        return reference(qkv, q_norm, kv_norm, q_b, w_uk, cos, sin, eps)
-    return loaded.q_up_absorb(qkv.contiguous(), q_norm, kv_norm, q_b, w_uk, cos.contiguous(), sin.contiguous(), eps)
+        return reference(qkv, q_norm, kv_norm, q_b, w_uk, cos, sin, counters, eps)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return loaded.q_up_absorb(qkv.contiguous(), q_norm, kv_norm, q_b, w_uk, cos, sin, counters, eps)

@@ -20,6 +20,7 @@ def reference(
     w_uv: Tensor,  # [H, value, L]
     weight: Tensor,  # [D, H * value]
     residual: Tensor,  # [T, D]
+    counters: Tensor,  # [2] i32 zero, and left so: the kernel's blocks count in it
 ) -> tuple[Tensor, Tensor]:
     """x [T, D], and squares [T, D / 64, up] f32 whose sum over a row is that of x's squares."""
     v = torch.bmm(o.transpose(0, 1), w_uv.mT).transpose(0, 1).flatten(1)
@@ -32,14 +33,14 @@ v_up_o = torch.library.custom_op("kimi_fx::v_up_o", reference, mutates_args=())
 
 
 @v_up_o.register_fake
-def _(o: Tensor, w_uv: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def _(o: Tensor, w_uv: Tensor, weight: Tensor, residual: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
     tokens, width = residual.shape
     return torch.empty_like(residual), residual.new_empty(tokens, -(-width // PIECE), dtype=torch.float32)
 
 
 @v_up_o.register_kernel("cuda")
-def _(o: Tensor, w_uv: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def _(o: Tensor, w_uv: Tensor, weight: Tensor, residual: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
     loaded = few_rows(o, w_uv, weight)
     if loaded is None:
-        return reference(o, w_uv, weight, residual)
-    return loaded.v_up_o(o.contiguous(), w_uv, weight, residual.contiguous())
+        return reference(o, w_uv, weight, residual, counters)
+    return loaded.v_up_o(o.contiguous(), w_uv, weight, residual.contiguous(), counters)

@@ -49,6 +49,7 @@ def check(case: Case) -> None:
     if case.name == "norm_route":
         layer.check_choice(case, found[0], *found[2:])
     assert all(torch.equal(a, b) for a, b in zip(found, call(case), strict=True))
+    assert not any(t.any() for t in case.args if isinstance(t, Tensor) and t.dtype == torch.int32), "counters"
 
 
 @settings(deadline=None, max_examples=120)
@@ -152,6 +153,7 @@ def test_a_nan_stays_in_its_row() -> None:
 
 def test_many_rows_and_other_dtypes_take_the_reference() -> None:
     check(layer.norm_linear(draw(0), 200, 512, 64, wide=False))
+    check(layer.norm_route(draw(0), 200, 512, 64, 64, 8, padding=0.3))
     case = layer.norm_linear(Draw(0, "cuda", torch.float32), 5, 512, 64, wide=True)
     torch.testing.assert_close(call(case)[0].double(), case.expected[0], rtol=1e-3, atol=1e-3)
 

@@ -31,6 +31,10 @@ class Draw:
         return self.values(*size, std=size[-1] ** -0.5)
 
 
+def counters(like: Tensor) -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=like.device)
+
+
 def rms(x: Tensor, weight: Tensor) -> Tensor:
     x = x.double()
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
@@ -80,7 +84,7 @@ def q_up_absorb(draw: Draw, T: int, H: int, q_lora: int, L: int, R: int, nope: i
     key = rotated(qkv[:, None, q_lora + L :])[:, 0]
     rows = torch.cat((rms(qkv[:, q_lora : q_lora + L], kv_norm), key), -1)
     expected = torch.cat((absorbed, rotated(q[..., nope:])), -1), rows
-    return Case("q_up_absorb", (qkv, q_norm, kv_norm, q_b, w_uk, cos, sin, EPS), expected)
+    return Case("q_up_absorb", (qkv, q_norm, kv_norm, q_b, w_uk, cos, sin, counters(qkv), EPS), expected)
 
 
 def v_up_o(draw: Draw, T: int, H: int, L: int, value: int, D: int) -> Case:
@@ -89,7 +93,7 @@ def v_up_o(draw: Draw, T: int, H: int, L: int, value: int, D: int) -> Case:
     v = torch.einsum("thl,hvl->thv", o.double(), w_uv.double()).flatten(1)
     x = residual.double() + times(v, weight)
     squares = torch.stack([piece.square().sum(1) for piece in x.split(64, 1)], 1)
-    return Case("v_up_o", (o, w_uv, weight, residual), (x, squares))
+    return Case("v_up_o", (o, w_uv, weight, residual, counters(o)), (x, squares))
 
 
 def norm_route(draw: Draw, T: int, D: int, E: int, inner: int, k: int, padding: float = 0.0) -> Case:
@@ -101,13 +105,13 @@ def norm_route(draw: Draw, T: int, D: int, E: int, inner: int, k: int, padding: 
     squares = torch.stack([piece.float().square().sum(1) for piece in x.split(64, 1)], 1)
     h = rms(x, norm)
     shared = swish(times(h, gate_up[0]), times(h, gate_up[1]))
-    args = (x, squares, norm, router, bias, gate_up, valid, k, SCALE, EPS)
+    args = (x, squares, counters(x), norm, router, bias, gate_up, valid, k, SCALE, EPS)
     return Case("norm_route", args, (h, shared, None, None, None, None))
 
 
 def check_choice(case: Case, h: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor) -> None:
     """The router's choice among fp64 scores of the very h that was returned, but for gaps that fp32 cannot see."""
-    _, _, _, router, bias, _, valid, k, scale, _ = case.args
+    _, _, _, _, router, bias, _, valid, k, scale, _ = case.args
     score = times(h, router).sigmoid()
     biased = score + bias.double()
     best = biased.sort(1, descending=True).indices[:, :k]

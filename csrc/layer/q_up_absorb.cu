@@ -1,7 +1,7 @@
-// Queries of the q latent; and, a block for each token beside them, its pool row.
+// Queries of the q latent, then into the latent, head by head; and, a block for each token beside them, its pool row.
 
-#include "launch.h"
-#include "store.h"
+#include "heads.h"
+#include "pair.h"
 
 namespace kimi_fx::layer {
 namespace {
@@ -41,7 +41,8 @@ struct QUp : Plain {
         }
     }
 
-    __device__ void extra(int token) const {
+    template <class T>
+    __device__ void extra(int token, uint4*) const {
         __shared__ float of_warps[kThreads / 32];
         const __nv_bfloat16* latent = p.x + int64_t(token) * (p.q_lora + p.L + p.R) + p.q_lora;
         __nv_bfloat16* to = p.rows + int64_t(token) * (p.L + p.R);
@@ -63,11 +64,11 @@ struct QUp : Plain {
 
 }  // namespace
 
-cudaError_t launch_q_up(const QUpParams& p, const Chip& chip) {
+cudaError_t launch_q_up_absorb(const QUpParams& p, const HeadParams& absorb, int32_t* counters, const Chip& chip) {
     QUp op;
     op.shape = {p.T, p.q_lora, 0, 0, p.eps};
     op.p = p;
-    return launch<16, 32>(op, chip);
+    return launch_dependent(op, heads<true>(absorb), counters, chip);
 }
 
 }  // namespace kimi_fx::layer

@@ -1,10 +1,11 @@
 // Every head's values times its own matrix: queries into the latent (absorption), attended latents out of it.
 
-#include "launch.h"
+#pragma once
+
+#include "operators.h"
 #include "store.h"
 
 namespace kimi_fx::layer {
-namespace {
 
 template <bool Transposed>
 struct Heads : Plain {
@@ -45,11 +46,5 @@ Heads<Transposed> heads(const HeadParams& p) {
     op.p = p;
     return op;
 }
-
-}  // namespace
-
-cudaError_t launch_absorb(const HeadParams& p, const Chip& chip) { return launch<64, 64>(heads<true>(p), chip); }
-
-cudaError_t launch_v_up(const HeadParams& p, const Chip& chip) { return launch<16, 32>(heads<false>(p), chip); }
 
 }  // namespace kimi_fx::layer
