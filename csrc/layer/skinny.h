@@ -22,12 +22,7 @@
 
 #pragma once
 
-#include <cuda_bf16.h>
-
-#include <cstdint>
-
-#include "intrinsics.h"
-#include "tile.h"
+#include "sums.h"
 
 namespace kimi_fx::layer {
 
@@ -50,204 +45,6 @@ struct Plain {
     template <class T>
     __device__ void extra(int, uint4*) const {}
 };
-
-__device__ inline float sum_of_lanes(float x, int lanes) {
-    for (int d = lanes / 2; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
-    return x;
-}
-
-// ---- the ring ----
-
-// Vector `at` of a step: which row it is of, and which along the row. Vectors lie swizzled, so that eight rows meet all
-// banks.
-template <int Across>
-struct Place {
-    int row, along;
-    __device__ explicit Place(int at) : row(at / Across), along(at % Across) {}
-    __device__ static int of(int row, int along) { return row * Across + (along ^ row % 8); }
-    __device__ int swizzled() const { return of(row, along); }
-};
-
-template <class T, class Op>
-__device__ void copy_weights(const Op& op, int tile, int step, uint4* stage, uint64_t policy) {
-    constexpr int kAcross = Op::kTransposed ? T::kRows / 8 : T::kAcross;
-#pragma unroll
-    for (int i = 0; i < T::kWeights / kThreads; ++i) {
-        Place<kAcross> place(threadIdx.x + i * kThreads);
-        int k = step * T::kStep + (Op::kTransposed ? place.row : 8 * place.along);
-        bool real = k < op.shape.inputs;
-        const __nv_bfloat16* from = op.template weight<T>(tile, Op::kTransposed ? 8 * place.along : place.row, real ? k : 0);
-        copy_once(stage + place.swizzled(), from, real, policy);
-    }
-}
-
-// This thread's vectors of the tokens: all of one column.
-template <class T, class F>
-__device__ void for_each_vector(F f) {
-    constexpr int kVectors = T::kTokens * T::kAcross;
-#pragma unroll
-    for (int i = 0; i < (kVectors + kThreads - 1) / kThreads; ++i) {
-        int at = threadIdx.x + i * kThreads;
-        if (kVectors % kThreads == 0 || at < kVectors) f(i, Place<T::kAcross>(at));
-    }
-}
-
-template <class T, class Op>
-__device__ void copy_tokens(const Op& op, int tile, int step, uint4* stage) {
-    for_each_vector<T>([&](int, Place<T::kAcross> place) {
-        int k = step * T::kStep + 8 * place.along;
-        bool real = place.row < op.shape.T && k < op.shape.inputs;
-        copy(stage + T::kWeights + place.swizzled(), op.template input<T>(tile, real ? place.row : 0, real ? k : 0), real);
-    });
-}
-
-// ---- the norm ----
-
-// Multiplies the vectors that this thread copied, and takes their squares along. A thread's column is the same in every
-// step, and so are its tokens.
-template <class T>
-struct Norm {
-    static constexpr int kOwn = (T::kTokens * T::kAcross + kThreads - 1) / kThreads;
-    float squares[kOwn] = {};
-    uint4 next;  // weights of the step to come
-
-    template <class Op>
-    __device__ void fetch(const Op& op, int step) {
-        int k = step * T::kStep + threadIdx.x % T::kAcross * 8;
-        next = k < op.shape.inputs ? *reinterpret_cast<const uint4*>(op.norm() + k) : uint4{};
-    }
-
-    template <class Op>
-    __device__ void apply(const Op& op, uint4* tokens, const float* scales) {
-        const __nv_bfloat162* g = reinterpret_cast<const __nv_bfloat162*>(&next);
-        for_each_vector<T>([&](int i, Place<T::kAcross> place) {
-            uint4 vector = tokens[place.swizzled()];
-            __nv_bfloat162* x = reinterpret_cast<__nv_bfloat162*>(&vector);
-            float scale = Op::kEarly ? scales[place.row] : 1.f;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                float2 two = __bfloat1622float2(x[j]);
-                if constexpr (Op::kEarly) {
-                    float2 weight = __bfloat1622float2(g[j]);
-                    x[j] = __floats2bfloat162_rn(two.x * scale * weight.x, two.y * scale * weight.y);
-                } else {
-                    squares[i] += two.x * two.x + two.y * two.y;
-                    x[j] = __hmul2(x[j], g[j]);
-                }
-            }
-            tokens[place.swizzled()] = vector;
-        });
-    }
-
-    // Sums of squares of this block's inputs, two a token, of which the second may be zero.
-    __device__ void store(float* of_tokens) const {
-        constexpr int kLanes = T::kAcross < 32 ? T::kAcross : 32;
-        constexpr int kVectors = T::kTokens * T::kAcross;
-        int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            int at = threadIdx.x + i * kThreads;
-            float sum = sum_of_lanes(squares[i], kLanes);
-            if (lane % kLanes != 0 || at >= kVectors) continue;
-            int token = at / T::kAcross;
-            of_tokens[2 * token + at % T::kAcross / 32] = sum;
-            if (T::kAcross <= 32) of_tokens[2 * token + 1] = 0;
-        }
-    }
-};
-
-// ---- products ----
-
-template <class T>
-using Sums = float[T::kM][T::kN][4];
-
-// A warp's share of a step: every kAlongInputs-th 32 of its inputs.
-template <class T, bool Transposed>
-__device__ void multiply_step(Sums<T>& sums, const uint4* weights, const uint4* tokens) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int row = warp % T::kAlongRows * (16 * T::kM), rest = warp / T::kAlongRows;
-    int token = rest % T::kAlongTokens * (8 * T::kN), part = rest / T::kAlongTokens;
-    int first = lane / 8 % 2, second = lane / 16, in_matrix = lane % 8;  // of the lane's matrix of a, and its row
-#pragma unroll
-    for (int i = 0; i < T::kStep / 32 / T::kAlongInputs; ++i) {
-        int k = (i * T::kAlongInputs + part) * 4;  // in vectors
-#pragma unroll
-        for (int half = 0; half < 2; ++half, k += 2) {
-            uint32_t a[T::kM][4];
-#pragma unroll
-            for (int m = 0; m < T::kM; ++m) {
-                if constexpr (Transposed) {
-                    int input = 8 * (k + second) + in_matrix;
-                    load_transposed(a[m], weights + Place<T::kRows / 8>::of(input, row / 8 + 2 * m + first));
-                } else {
-                    int r = row + 16 * m + 8 * first + in_matrix;
-                    load_matrices(a[m], weights + Place<T::kAcross>::of(r, k + second));
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < T::kN; ++n) {
-                uint32_t b[2];
-                load_matrices(b, tokens + Place<T::kAcross>::of(token + 8 * n + in_matrix, k + first));
-#pragma unroll
-                for (int m = 0; m < T::kM; ++m) multiply(sums[m][n], a[m], b);
-            }
-        }
-    }
-}
-
-template <class T>
-__device__ void store_sums(const Sums<T>& sums, float* to) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int row = warp % T::kAlongRows * (16 * T::kM), rest = warp / T::kAlongRows;
-    int token = rest % T::kAlongTokens * (8 * T::kN), part = rest / T::kAlongTokens;
-#pragma unroll
-    for (int m = 0; m < T::kM; ++m) {
-#pragma unroll
-        for (int n = 0; n < T::kN; ++n) {
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                int t = part * T::kTokens + token + 8 * n + lane % 4 * 2 + r % 2;
-                to[t * T::kPitch + row + 16 * m + r / 2 * 8 + lane / 4] = sums[m][n][r];
-            }
-        }
-    }
-}
-
-__device__ inline void add(float4& sum, const float4& x) {
-    sum.x += x.x;
-    sum.y += x.y;
-    sum.z += x.z;
-    sum.w += x.w;
-}
-
-// Four sums of a token and their neighbours: over the warps of this block, kept in the first one's place.
-template <class T>
-__device__ void add_warps(float* sums) {
-    if (T::kAlongInputs == 1) return;
-    for (int at = threadIdx.x; at < T::kTokens * T::kRows / 4; at += kThreads) {
-        float4* to = reinterpret_cast<float4*>(sums + at / (T::kRows / 4) * T::kPitch) + at % (T::kRows / 4);
-        float4 sum = *to;
-#pragma unroll
-        for (int w = 1; w < T::kAlongInputs; ++w) add(sum, to[w * T::kTokens * T::kPitch / 4]);
-        *to = sum;
-    }
-}
-
-// Sums over the cluster's blocks, as `Op::finish` asks for them.
-template <class T>
-struct Total {
-    const float* sums;  // of this block
-    int token, blocks;
-
-    __device__ float4 operator()(int row) const {
-        const float4* mine = reinterpret_cast<const float4*>(sums + token * T::kPitch + row);
-        float4 sum = load_peer(mine, 0, blocks);
-        for (int rank = 1; rank < blocks; ++rank) add(sum, load_peer(mine, rank, blocks));
-        return sum;
-    }
-};
-
-__device__ inline float inverse_rms(float squares, int width, float eps) { return rsqrtf(squares / width + eps); }
 
 template <class T, class Op>
 __device__ void finish_tokens(const Op& op, int tile, int rank, const float* sums, const float* squares) {
@@ -333,7 +130,12 @@ __device__ void run_block(const Op& op, int block, uint4* ring) {
     if (op.shape.splits > 1) sync_cluster(op.shape.splits);  // the others may still read
 }
 
-constexpr int kTogether = kRing <= 96 * 1024 ? 2 : 1;  // blocks of a multiprocessor
+// Blocks of a multiprocessor: what its shared memory has room for.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kTogether = kRing <= 96 * 1024 ? 2 : 1;
+#else
+constexpr int kTogether = 1;
+#endif
 
 template <class T, class Op>
 __global__ void __launch_bounds__(kThreads, kTogether) skinny_kernel(const __grid_constant__ Op op) {

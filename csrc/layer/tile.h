@@ -2,8 +2,8 @@
 //
 // A step is 16 KiB of weights (8 where tokens are many) and the tokens' same inputs; the ring holds as many steps as
 // fit. Warps share a step by rows of weights first (32 each), by tokens where these are over 64, then by inputs, of
-// which a warp takes 32 at a time. Two blocks fit on a multiprocessor, so that the next kernel's can fill their rings
-// while this one's work.
+// which a warp takes 32 at a time. A ring fits every chip, and two fit a multiprocessor of sm_90, so that there the next
+// kernel's blocks can fill theirs while this one's work.
 
 #pragma once
 
