@@ -113,6 +113,7 @@ __device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], const uin
 __device__ inline void sync_cluster(int blocks) {
 #if __CUDA_ARCH__ >= 900
     if (blocks > 1) {
+        __syncwarp();
         asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
         return;
     }

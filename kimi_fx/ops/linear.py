@@ -82,7 +82,7 @@ def _(x: Tensor, norm: Tensor, gate_up: Tensor, eps: float) -> Tensor:
 
 @norm_linear.register_kernel("cuda")
 def _(x: Tensor, norm: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
-    loaded = few_rows(x, weight)
+    loaded = few_rows(x, norm, weight)
     if loaded is None:
         return norm_linear_reference(x, norm, weight, eps, wide)
     return loaded.norm_linear(x.contiguous(), norm, weight, eps, wide)
@@ -99,7 +99,7 @@ def _(x: Tensor, weight: Tensor, residual: Tensor | None, other: Tensor | None) 
 
 @norm_gate_up.register_kernel("cuda")
 def _(x: Tensor, norm: Tensor, gate_up: Tensor, eps: float) -> Tensor:
-    loaded = few_rows(x, gate_up)
+    loaded = few_rows(x, norm, gate_up)
     if loaded is None:
         return norm_gate_up_reference(x, norm, gate_up, eps)
     return loaded.norm_gate_up(x.contiguous(), norm, gate_up, eps)

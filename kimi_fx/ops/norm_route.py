@@ -92,7 +92,7 @@ def _(
     scale: float,
     eps: float,
 ) -> Routed:
-    loaded = few_rows(x, router, gate_up)
+    loaded = few_rows(x, norm, router, gate_up)
     if loaded is None or k > 32 or router.shape[0] > 1024:
         return _route(moe_route.moe_route, x, squares, norm, router, bias, gate_up, valid, k, scale, eps)
     whole = x.contiguous(), squares.contiguous()

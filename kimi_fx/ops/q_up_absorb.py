@@ -66,7 +66,7 @@ def _(
     counters: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    loaded = few_rows(qkv, q_b, w_uk)
+    loaded = few_rows(qkv, q_norm, kv_norm, q_b, w_uk)
     if loaded is None:
         return reference(qkv, q_norm, kv_norm, q_b, w_uk, cos, sin, counters, eps)
     cos, sin = cos.contiguous(), sin.contiguous()
