@@ -40,7 +40,7 @@ def _(o: Tensor, w_uv: Tensor, weight: Tensor, residual: Tensor, counters: Tenso
 
 @v_up_o.register_kernel("cuda")
 def _(o: Tensor, w_uv: Tensor, weight: Tensor, residual: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
-    loaded = few_rows(o, w_uv, weight, residual)
+    loaded = few_rows(o, w_uv, weight)
     if loaded is None:
         return reference(o, w_uv, weight, residual, counters)
     return loaded.v_up_o(o.contiguous(), w_uv, weight, residual.contiguous(), counters)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kimi_fx.bench.layer import launches
 from kimi_fx.ops import KERNELS
 from kimi_fx.runtime.build import load_kernels
 from oracles import layer
@@ -122,6 +123,12 @@ def of_a_large_model(T: int, seed: int = 0) -> list[Case]:
 def test_sizes_of_a_large_model(T: int) -> None:
     for case in of_a_large_model(T):
         check(case)
+
+
+@pytest.mark.parametrize("T", [1, 13, 128])
+def test_every_operator_is_one_launch(T: int) -> None:
+    for case in of_a_large_model(T):
+        assert launches(lambda case=case: getattr(KERNELS, case.name)(*case.args)) == 1, case.name
 
 
 @pytest.mark.parametrize("T", [1, 16, 128])
