@@ -12,7 +12,7 @@ namespace kimi_fx::layer {
 // Powers of two, so that a cluster's blocks share the tokens evenly; chips before sm_90 have no clusters.
 inline int choose_splits(int tiles, int steps, const Chip& chip) {
     int splits = 1, most = chip.arch < 90 ? 1 : std::min(steps, kMostSplits);
-    while (2 * splits <= most && 2 * splits * tiles <= chip.blocks) splits *= 2;
+    while (2 * splits <= most && splits * tiles <= chip.blocks) splits *= 2;  // two blocks fit a multiprocessor
     return splits;
 }
 

@@ -172,8 +172,8 @@ std::tuple<Tensor, Tensor> q_up_absorb(const Tensor& x, const Tensor& q_norm, co
     return {q, rows};
 }
 
-std::tuple<Tensor, Tensor> v_up_o(const Tensor& x, const Tensor& w_uv, const Tensor& weight, const Tensor& residual,
-                                  const Tensor& counters) {
+std::tuple<Tensor, Tensor> v_up_o(const Tensor& x, const Tensor& w_uv, const Tensor& weight,
+                                  const std::optional<Tensor>& residual, const Tensor& counters) {
     int64_t T = x.size(0), H = x.size(1), L = x.size(2), value = w_uv.size(1), D = weight.size(0);
     check_few(T, {L, value});
     check(x, "o", {T, H, L});
@@ -254,7 +254,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kimi_fx_cuda, m) {
     m.def(
         "q_up_absorb(Tensor qkv, Tensor q_norm, Tensor kv_norm, Tensor q_b, Tensor w_uk, Tensor cos, Tensor sin, "
         "Tensor counters, float eps) -> (Tensor, Tensor)");
-    m.def("v_up_o(Tensor o, Tensor w_uv, Tensor weight, Tensor residual, Tensor counters) -> (Tensor, Tensor)");
+    m.def("v_up_o(Tensor o, Tensor w_uv, Tensor weight, Tensor? residual, Tensor counters) -> (Tensor, Tensor)");
     m.def(
         "norm_route(Tensor x, Tensor squares, Tensor counters, Tensor norm, Tensor router, Tensor bias, Tensor gate_up, "
         "Tensor valid, int k, float scale, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");

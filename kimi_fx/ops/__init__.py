@@ -15,7 +15,6 @@ from . import (
     linear,
     marlin_moe,
     mla_tree_verify,
-    moe_route,
     norm_route,
     q_up_absorb,
     sample_and_walk,
@@ -35,7 +34,6 @@ class Ops:
     mla_tree_verify: Operator
     v_up_o: Operator
     norm_route: Operator
-    moe_route: Operator
     marlin_moe: Operator
     build_tree: Operator
     draft_attention: Operator
@@ -52,7 +50,6 @@ KERNELS = Ops(
     mla_tree_verify=mla_tree_verify.mla_tree_verify,
     v_up_o=v_up_o.v_up_o,
     norm_route=norm_route.norm_route,
-    moe_route=moe_route.moe_route,
     marlin_moe=marlin_moe.marlin_moe,
     build_tree=build_tree.build_tree,
     draft_attention=draft_attention.draft_attention,
@@ -69,7 +66,6 @@ REFERENCE = Ops(
     mla_tree_verify=mla_tree_verify.verify_reference,
     v_up_o=v_up_o.reference,
     norm_route=norm_route.reference,
-    moe_route=moe_route.reference,
     marlin_moe=marlin_moe.reference,
     build_tree=build_tree.reference,
     draft_attention=draft_attention.reference,
