@@ -47,6 +47,11 @@ __device__ inline void copy(uint4* to, const void* from, bool real) {
 
 __device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+// Leaves what lies there in the nearest cache: parameters that are needed bit by bit later.
+__device__ inline void warm(const void* from) {
+    asm volatile("{\n.reg .b32 a, b, c, d;\nld.global.v4.b32 {a, b, c, d}, [%0];\n}" ::"l"(from));
+}
+
 // Until at most `Open` of this thread's groups are under way.
 template <int Open>
 __device__ inline void wait_for_groups() {
@@ -99,12 +104,21 @@ __device__ inline void load_transposed(uint32_t (&r)[4], const uint4* row) {
 }
 
 // d += a b, m16n8k16.
-__device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+__device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- a warp ----
+
+// The greatest of the lanes' values.
+__device__ inline uint64_t greatest(uint64_t x) {
+    uint32_t high = __reduce_max_sync(~0u, static_cast<uint32_t>(x >> 32));
+    uint32_t low = __reduce_max_sync(~0u, x >> 32 == high ? static_cast<uint32_t>(x) : 0);
+    return uint64_t(high) << 32 | low;
 }
 
 // ---- a cluster ----
@@ -129,20 +143,18 @@ __device__ inline uint32_t peer_address(const void* mine, int rank, int blocks) 
     return address;
 }
 
-// What block `rank` has where this one has `mine`.
+// What block `rank` has where this one has `mine`. Volatile, so it stays behind the cluster's barrier.
 __device__ inline float4 load_peer(const float4* mine, int rank, int blocks) {
     uint32_t address = peer_address(mine, rank, blocks);
     float4 v;
 #if __CUDA_ARCH__ >= 900
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(address)
-                 : "memory");
+                 : "r"(address));
 #else
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(address)
-                 : "memory");
+                 : "r"(address));
 #endif
     return v;
 }
@@ -151,9 +163,9 @@ __device__ inline float load_peer(const float* mine, int rank, int blocks) {
     uint32_t address = peer_address(mine, rank, blocks);
     float v;
 #if __CUDA_ARCH__ >= 900
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address));
 #else
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
 #endif
     return v;
 }

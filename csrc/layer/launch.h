@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "../common/overlap.h"
 #include "operators.h"
 #include "skinny.h"
 
@@ -21,39 +22,26 @@ int count_steps(const Op& op) {
     return (op.shape.inputs + T::kStep - 1) / T::kStep;
 }
 
-// Blocks of a product, those of tokens too, up to a multiple of the cluster.
+// Blocks of a product and those that follow, up to a multiple of the cluster.
 template <class T, class Op>
 int count_blocks(const Op& op) {
-    int splits = op.shape.splits, tokens = Op::kExtra ? op.shape.T : 0;
-    return (op.shape.tiles + (tokens + splits - 1) / splits) * splits;
+    int splits = op.shape.splits;
+    return (op.shape.tiles + (op.extras() + splits - 1) / splits) * splits;
 }
 
 template <class T, class Op>
 int shared_bytes(const Op& op) {
     int steps = (count_steps<T>(op) + op.shape.splits - 1) / op.shape.splits;
-    return std::max(16 * std::min(T::kStages, steps) * T::kStage, 4 * T::kSums);
+    return std::max({16 * std::min(T::kStages, steps) * T::kStage, 4 * T::kSums, op.room()});
 }
 
-template <class... Expected, class... Given>
-cudaError_t launch_blocks(void (*kernel)(Expected...), int blocks, int cluster, int shared, const Chip& chip,
+template <class Kernel, class... Given>
+cudaError_t launch_blocks(Kernel kernel, int blocks, int cluster, int shared, const Chip& chip,
                           const Given&... arguments) {
     if (shared > chip.shared) return cudaErrorInvalidConfiguration;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = cluster;
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = blocks;
-    config.blockDim = kThreads;
-    config.dynamicSmemBytes = shared;
-    config.stream = chip.stream;
-    config.attrs = attributes;
-    config.numAttrs = chip.arch < 90 ? 0 : cluster > 1 ? 2 : 1;
-    return cudaLaunchKernelEx(&config, kernel, arguments...);
+    return launch_in_clusters(kernel, blocks, kThreads, shared, cluster, chip.arch, chip.stream, arguments...);
 }
 
 template <class T, class Op>
@@ -81,15 +69,22 @@ cudaError_t launch_tiles(Op1 one, Op2 two, const Chip& chip) {
     return launch_blocks(pair_kernel<T1, Op1, T2, Op2>, all, splits, shared, chip, one, two, blocks);
 }
 
-// `Few` and `Some` are the rows of a tile at up to 8 and up to 16 tokens: 16 and 32 where inputs are many, else 64.
-template <int Few, int Some, class Op>
+// Tiles of 128 rows halve how often the tokens are read, where there are enough of them, and no more than one round.
+inline bool worth_wide_tiles(int rows, const Chip& chip) {
+    return chip.arch >= 90 && rows >= chip.blocks * 128 / kMostSplits && rows <= chip.blocks * 64;
+}
+
+// `Few`, `Some` and `Many` are the rows of a tile at up to 8, up to 16 and over 32 tokens: 16, 32 and 128 where inputs
+// are many, else 64.
+template <int Few, int Some, int Many, class Op>
 cudaError_t launch(const Op& op, const Chip& chip) {
     int T = op.shape.T;
     if (T <= 8) return launch_tile<Tile<8, Few>>(op, chip);
     if (T <= 16) return launch_tile<Tile<16, Some>>(op, chip);
     if (T <= 32) return launch_tile<Tile<32, 64>>(op, chip);
-    if (T <= 64) return launch_tile<Tile<64, 64>>(op, chip);
-    return launch_tile<Tile<128, 64>>(op, chip);
+    bool wide = Many > 64 && worth_wide_tiles(op.template count_tiles<Tile<64, 64>>() * 64, chip);
+    if (T <= 64) return wide ? launch_tile<Tile<64, Many>>(op, chip) : launch_tile<Tile<64, 64>>(op, chip);
+    return wide ? launch_tile<Tile<128, Many>>(op, chip) : launch_tile<Tile<128, 64>>(op, chip);
 }
 
 // The first has many inputs, the second few.

@@ -1,7 +1,7 @@
-// The router's logits and the shared expert's gate|up in one product of the same normed input, which a block for each
-// token beside them writes for the routed experts. The logits read that very input, rounded: 1 / rms comes first.
+// The router's logits and the shared expert's gate|up in one product of the same normed input, which blocks beside
+// them write for the routed experts, a warp a token. The logits read that very input, rounded: 1 / rms comes first.
 //
-// A token's block then waits for the logits and chooses; the last of them makes the work list. Blocks start in their
+// These then wait for the logits and choose; the last of them makes the work list. Blocks start in their
 // order and those that wait come last, so whom they wait for is always under way.
 
 #include "choose.h"
@@ -11,8 +11,10 @@
 namespace kimi_fx::layer {
 namespace {
 
+constexpr int kWarps = kThreads / 32;
+
 struct Route : Plain {
-    static constexpr bool kEarly = true, kExtra = true;
+    static constexpr bool kEarly = true;
     Shape shape;
     RouteParams p;
 
@@ -56,15 +58,26 @@ struct Route : Plain {
         if (tile < router_tiles<T>()) arrive(p.counters, 0);
     }
 
+    __host__ __device__ int extras() const { return (p.T + kWarps - 1) / kWarps; }
+    int room() const { return 20 * (p.E + 1) + 4 + 8 * kWarps * rounded(p.E); }
+
+    // A warp a token.
     template <class T>
-    __device__ void extra(int token, uint4* room) const {
-        int64_t at = int64_t(token) * p.D;
-        scale_row(p.h + at, p.x + at, p.norm, p.D, scale(token));
+    __device__ void extra(int block, uint4* ring) const {
+        uint32_t* visits = reinterpret_cast<uint32_t*>(ring);
+        int* starts = reinterpret_cast<int*>(visits + (p.E + 1) * kWords);
+        uint64_t* keys = reinterpret_cast<uint64_t*>(starts + (p.E + 2) / 2 * 2);
+        int warp = threadIdx.x / 32, token = block * kWarps + warp;
+        for (int i = threadIdx.x; i < (p.E + 1) * kWords; i += kThreads) visits[i] = 0;
+        if (token < p.T) {
+            int64_t at = int64_t(token) * p.D;
+            scale_row(p.h + at, p.x + at, p.norm, p.D, scale(token), threadIdx.x % 32, 32);
+        }
         wait_until(p.counters, router_tiles<T>() * shape.splits);
-        choose_experts(p, token, room);
-        if (!arrive(p.counters + 1, p.T)) return;
+        if (token < p.T) choose_experts(p, token, keys + warp * rounded(p.E));
+        if (!arrive(p.counters + 1, extras())) return;
         if (threadIdx.x < 2) p.counters[threadIdx.x] = 0;
-        list_pairs(p, room);
+        list_pairs(p, visits, starts);
     }
 };
 
@@ -74,7 +87,7 @@ cudaError_t launch_norm_route(const RouteParams& p, const Chip& chip) {
     Route op;
     op.shape = {p.T, p.D, 0, 0, p.eps};
     op.p = p;
-    return launch<16, 32>(op, chip);
+    return launch<16, 32, 64>(op, chip);
 }
 
 }  // namespace kimi_fx::layer

@@ -7,7 +7,6 @@ namespace kimi_fx::layer {
 namespace {
 
 struct QUp : Plain {
-    static constexpr bool kExtra = true;
     Shape shape;
     QUpParams p;
 
@@ -41,6 +40,7 @@ struct QUp : Plain {
         }
     }
 
+    __host__ __device__ int extras() const { return p.T; }
     template <class T>
     __device__ void extra(int token, uint4*) const {
         __shared__ float of_warps[kThreads / 32];
@@ -54,7 +54,7 @@ struct QUp : Plain {
         square = 0;
 #pragma unroll
         for (int w = 0; w < kThreads / 32; ++w) square += of_warps[w];
-        scale_row(to, latent, p.norm, p.L, inverse_rms(square, p.L, p.eps));
+        scale_row(to, latent, p.norm, p.L, inverse_rms(square, p.L, p.eps), threadIdx.x, kThreads);
         for (int i = 4 * threadIdx.x; i < p.R; i += 4 * kThreads) {
             float4 turned = rotate(load_four(latent + p.L + i), p.cos + token * p.R + i, p.sin + token * p.R + i);
             store_four(to + p.L + i, turned);

@@ -61,6 +61,18 @@ __device__ inline float sum_of_lanes(float x, int lanes) {
     return x;
 }
 
+// x * scale * g, eight of each.
+__device__ inline uint4 scaled(uint4 x, uint4 g, float scale) {
+    __nv_bfloat162* values = reinterpret_cast<__nv_bfloat162*>(&x);
+    const __nv_bfloat162* weights = reinterpret_cast<const __nv_bfloat162*>(&g);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        float2 two = __bfloat1622float2(values[i]), weight = __bfloat1622float2(weights[i]);
+        values[i] = __floats2bfloat162_rn(two.x * scale * weight.x, two.y * scale * weight.y);
+    }
+    return x;
+}
+
 // Multiplies the vectors that this thread copied, and takes their squares along. A thread's column is the same in every
 // step, and so are its tokens.
 template <class T>
@@ -68,6 +80,13 @@ struct Norm {
     static constexpr int kOwn = (T::kTokens * T::kAcross + kThreads - 1) / kThreads;
     float squares[kOwn] = {};
     uint4 next;  // weights of the step to come
+
+    // All of this block's, so that none of its steps waits for memory.
+    template <class Op>
+    __device__ static void warm_up(const Op& op, int first, int count) {
+        int end = min((first + count) * T::kStep, op.shape.inputs);
+        for (int k = first * T::kStep + 8 * threadIdx.x; k < end; k += 8 * kThreads) warm(op.norm() + k);
+    }
 
     template <class Op>
     __device__ void fetch(const Op& op, int step) {
@@ -80,20 +99,18 @@ struct Norm {
         const __nv_bfloat162* g = reinterpret_cast<const __nv_bfloat162*>(&next);
         for_each_vector<T>([&](int i, Place<T::kAcross> place) {
             uint4 vector = tokens[place.swizzled()];
-            __nv_bfloat162* x = reinterpret_cast<__nv_bfloat162*>(&vector);
-            float scale = Op::kEarly ? scales[place.row] : 1.f;
+            if constexpr (Op::kEarly) {
+                tokens[place.swizzled()] = scaled(vector, next, scales[place.row]);
+            } else {
+                __nv_bfloat162* x = reinterpret_cast<__nv_bfloat162*>(&vector);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                float2 two = __bfloat1622float2(x[j]);
-                if constexpr (Op::kEarly) {
-                    float2 weight = __bfloat1622float2(g[j]);
-                    x[j] = __floats2bfloat162_rn(two.x * scale * weight.x, two.y * scale * weight.y);
-                } else {
+                for (int j = 0; j < 4; ++j) {
+                    float2 two = __bfloat1622float2(x[j]);
                     squares[i] += two.x * two.x + two.y * two.y;
                     x[j] = __hmul2(x[j], g[j]);
                 }
+                tokens[place.swizzled()] = vector;
             }
-            tokens[place.swizzled()] = vector;
         });
     }
 

@@ -14,7 +14,7 @@
 //   norm()           the norm's weights over the inputs, or null. x * norm is rounded as it enters the product, and
 //                    1 / rms joins the sums; where `kEarly`, `scale(token)` gives 1 / rms before and joins there.
 //   finish           four neighbouring sums of a token are complete
-//   kExtra, extra    whether each token has a block of its own after those of tiles, and what that does
+//   extras, extra    how many blocks follow those of tiles, and what each does, in shared memory of `room` bytes
 //   ready, done      what a tile's block waits for before it reads tokens, and what it does when its sums are stored
 //
 // Two products may share a launch, the second reading what the first wrote: its blocks fill their rings, then wait for
@@ -36,12 +36,14 @@ struct Shape {
 
 // What an operator does without.
 struct Plain {
-    static constexpr bool kTransposed = false, kEarly = false, kExtra = false;
+    static constexpr bool kTransposed = false, kEarly = false;
     __device__ const __nv_bfloat16* norm() const { return nullptr; }
     __device__ float scale(int) const { return 1; }
     __device__ void ready() const {}
     template <class T>
     __device__ void done(int) const {}
+    __host__ __device__ int extras() const { return 0; }
+    int room() const { return 0; }
     template <class T>
     __device__ void extra(int, uint4*) const {}
 };
@@ -72,10 +74,10 @@ template <class T, class Op>
 __device__ void run_block(const Op& op, int block, uint4* ring) {
     __shared__ float of_tokens[2 * T::kTokens];  // 1 / rms where it is known early, else sums of squares
     int tile = block / op.shape.splits, rank = block % op.shape.splits;
-    if (Op::kExtra && tile >= op.shape.tiles) {
+    if (tile >= op.shape.tiles) {
         wait_for_previous_kernel();
-        int token = block - op.shape.tiles * op.shape.splits;
-        if (token < op.shape.T) op.template extra<T>(token, ring);
+        int extra = block - op.shape.tiles * op.shape.splits;
+        if (extra < op.extras()) op.template extra<T>(extra, ring);
         return;
     }
     int steps = (op.shape.inputs + T::kStep - 1) / T::kStep;
@@ -85,7 +87,7 @@ __device__ void run_block(const Op& op, int block, uint4* ring) {
     auto stage = [&](int step) { return ring + step % T::kStages * T::kStage; };
     for (int s = 0; s < T::kStages - 1 && s < count; ++s) copy_weights<T>(op, tile, first + s, stage(s), policy);
     Norm<T> norm;
-    if (normed) norm.fetch(op, first);
+    if (normed) norm.warm_up(op, first, count), norm.fetch(op, first);
     wait_for_previous_kernel();
     op.ready();
     for (int s = 0; s < T::kStages - 1; ++s) {

@@ -55,12 +55,23 @@ __device__ inline float4 rotate(float4 v, const float* cos, const float* sin) {
     return make_float4(v.x * c.x + v.y * s.x, v.y * c.y + v.x * s.y, v.z * c.z + v.w * s.z, v.w * c.w + v.z * s.w);
 }
 
-// A whole block: x * scale * weight.
+// x * scale * weight, by `threads` threads of which this is one, each with several vectors under way.
 __device__ inline void scale_row(__nv_bfloat16* to, const __nv_bfloat16* x, const __nv_bfloat16* weight, int width,
-                                 float scale) {
-    for (int i = 4 * threadIdx.x; i < width; i += 4 * kThreads) {
-        float4 v = times(load_four(x + i), scale), g = load_four(weight + i);
-        store_four(to + i, make_float4(v.x * g.x, v.y * g.y, v.z * g.z, v.w * g.w));
+                                 float scale, int thread, int threads) {
+    constexpr int kAtOnce = 7;
+    for (int from = 8 * thread; from < width; from += 8 * threads * kAtOnce) {
+        uint4 values[kAtOnce], weights[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            int at = min(from + 8 * threads * i, width - 8);
+            values[i] = *reinterpret_cast<const uint4*>(x + at);
+            weights[i] = *reinterpret_cast<const uint4*>(weight + at);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            int at = from + 8 * threads * i;
+            if (at < width) *reinterpret_cast<uint4*>(to + at) = scaled(values[i], weights[i], scale);
+        }
     }
 }
 

@@ -32,12 +32,17 @@ __device__ void multiply_step(Sums<T>& sums, const uint4* weights, const uint4* 
                     load_matrices(a[m], weights + Place<T::kAcross>::of(r, k + second));
                 }
             }
+            constexpr int kTogether = T::kN > 1 ? 2 : 1;
 #pragma unroll
-            for (int n = 0; n < T::kN; ++n) {
-                uint32_t b[2];
-                load_matrices(b, tokens + Place<T::kAcross>::of(token + 8 * n + in_matrix, k + first));
+            for (int n = 0; n < T::kN; n += kTogether) {
+                uint32_t b[2 * kTogether];
+                int t = token + 8 * n + (kTogether > 1 ? 8 * second : 0) + in_matrix;
+                load_matrices(b, tokens + Place<T::kAcross>::of(t, k + first));
 #pragma unroll
-                for (int m = 0; m < T::kM; ++m) multiply(sums[m][n], a[m], b);
+                for (int j = 0; j < kTogether; ++j) {
+#pragma unroll
+                    for (int m = 0; m < T::kM; ++m) multiply(sums[m][n + j], a[m], b[2 * j], b[2 * j + 1]);
+                }
             }
         }
     }
@@ -71,8 +76,7 @@ __device__ inline void add(float4& sum, const float4& x) {
 // Four sums of a token and their neighbours: over the warps of this block, kept in the first one's place.
 template <class T>
 __device__ void add_warps(float* sums) {
-    if (T::kAlongInputs == 1) return;
-    for (int at = threadIdx.x; at < T::kTokens * T::kRows / 4; at += kThreads) {
+    for (int at = threadIdx.x; T::kAlongInputs > 1 && at < T::kTokens * T::kRows / 4; at += kThreads) {
         float4* to = reinterpret_cast<float4*>(sums + at / (T::kRows / 4) * T::kPitch) + at % (T::kRows / 4);
         float4 sum = *to;
 #pragma unroll
