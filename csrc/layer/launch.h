@@ -10,6 +10,8 @@
 
 namespace kimi_fx::layer {
 
+constexpr int kSpare = 3 * 1024;  // of shared memory, for what is not the ring's
+
 // Powers of two, so that a cluster's blocks share the tokens evenly; chips before sm_90 have no clusters.
 inline int choose_splits(int tiles, int steps, const Chip& chip) {
     int splits = 1, most = chip.arch < 90 ? 1 : std::min(steps, kMostSplits);
@@ -32,7 +34,7 @@ int count_blocks(const Op& op) {
 template <class T, class Op>
 int shared_bytes(const Op& op) {
     int steps = (count_steps<T>(op) + op.shape.splits - 1) / op.shape.splits;
-    return std::max({16 * std::min(T::kStages, steps) * T::kStage, 4 * T::kSums, op.room()});
+    return std::max({16 * std::min(op.shape.stages, steps) * T::kStage, 4 * T::kSums, op.room()});
 }
 
 template <class Kernel, class... Given>
@@ -48,6 +50,8 @@ template <class T, class Op>
 void plan(Op& op, const Chip& chip) {
     op.shape.tiles = op.template count_tiles<T>();
     op.shape.splits = choose_splits(op.shape.tiles, count_steps<T>(op), chip);
+    int ring = T::kTokens > kFew ? std::max(kRing, chip.shared - kSpare) : kRing;
+    op.shape.stages = std::min(ring / (16 * T::kStage), kMostStages);
 }
 
 template <class T, class Op>

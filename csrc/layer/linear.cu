@@ -22,7 +22,7 @@ struct NormLinear : Rows {
 template <class Out>
 cudaError_t launch_as(const LinearParams& p, const Chip& chip) {
     NormLinear<Out> op;
-    op.shape = {p.T, p.inputs, 0, 0, p.eps};
+    op.shape = {p.T, p.inputs, 0, 0, 0, p.eps};
     op.x = p.x, op.w = p.w, op.rows = p.rows, op.g = p.norm, op.out = static_cast<Out*>(p.out);
     return launch<16, 32, 128>(op, chip);
 }

@@ -47,6 +47,7 @@ struct QUp : Plain {
         const __nv_bfloat16* latent = p.x + int64_t(token) * (p.q_lora + p.L + p.R) + p.q_lora;
         __nv_bfloat16* to = p.rows + int64_t(token) * (p.L + p.R);
         float square = 0;
+#pragma unroll 1
         for (int i = 4 * threadIdx.x; i < p.L; i += 4 * kThreads) square += squares_of_rounded(load_four(latent + i));
         square = sum_of_lanes(square, 32);
         if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = square;
@@ -54,7 +55,8 @@ struct QUp : Plain {
         square = 0;
 #pragma unroll
         for (int w = 0; w < kThreads / 32; ++w) square += of_warps[w];
-        scale_row(to, latent, p.norm, p.L, inverse_rms(square, p.L, p.eps), threadIdx.x, kThreads);
+        scale_row<1>(to, latent, p.norm, p.L, inverse_rms(square, p.L, p.eps), threadIdx.x, kThreads);
+#pragma unroll 1
         for (int i = 4 * threadIdx.x; i < p.R; i += 4 * kThreads) {
             float4 turned = rotate(load_four(latent + p.L + i), p.cos + token * p.R + i, p.sin + token * p.R + i);
             store_four(to + p.L + i, turned);
@@ -66,7 +68,7 @@ struct QUp : Plain {
 
 cudaError_t launch_q_up_absorb(const QUpParams& p, const HeadParams& absorb, int32_t* counters, const Chip& chip) {
     QUp op;
-    op.shape = {p.T, p.q_lora, 0, 0, p.eps};
+    op.shape = {p.T, p.q_lora, 0, 0, 0, p.eps};
     op.p = p;
     return launch_dependent(op, heads<true>(absorb), counters, chip);
 }
