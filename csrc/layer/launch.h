@@ -13,9 +13,9 @@ namespace kimi_fx::layer {
 constexpr int kSpare = 3 * 1024;  // of shared memory, for what is not the ring's
 
 // Powers of two, so that a cluster's blocks share the tokens evenly; chips before sm_90 have no clusters.
-inline int choose_splits(int tiles, int steps, const Chip& chip) {
+inline int choose_splits(int tiles, int steps, int blocks, const Chip& chip) {
     int splits = 1, most = chip.arch < 90 ? 1 : std::min(steps, kMostSplits);
-    while (2 * splits <= most && splits * tiles <= chip.blocks) splits *= 2;  // two blocks fit a multiprocessor
+    while (2 * splits <= most && 2 * splits * tiles <= blocks) splits *= 2;
     return splits;
 }
 
@@ -49,7 +49,7 @@ cudaError_t launch_blocks(Kernel kernel, int blocks, int cluster, int shared, co
 template <class T, class Op>
 void plan(Op& op, const Chip& chip) {
     op.shape.tiles = op.template count_tiles<T>();
-    op.shape.splits = choose_splits(op.shape.tiles, count_steps<T>(op), chip);
+    op.shape.splits = choose_splits(op.shape.tiles, count_steps<T>(op), chip.blocks * kTogether<T>, chip);
     int ring = T::kTokens > kFew ? std::max(kRing, chip.shared - kSpare) : kRing;
     op.shape.stages = std::min(ring / (16 * T::kStage), kMostStages);
 }

@@ -11,8 +11,6 @@
 namespace kimi_fx::layer {
 namespace {
 
-constexpr int kWarps = kThreads / 32;
-
 struct Route : Plain {
     static constexpr bool kEarly = true;
     Shape shape;

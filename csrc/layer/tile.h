@@ -10,7 +10,7 @@
 
 namespace kimi_fx::layer {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kRing = 96 * 1024;   // bytes that every chip has, sm_90 twice
 constexpr int kMostStages = 8;
 constexpr int kFew = 16;  // tokens that leave the ring to the weights
