@@ -33,8 +33,7 @@ int count_blocks(const Op& op) {
 
 template <class T, class Op>
 int shared_bytes(const Op& op) {
-    int steps = (count_steps<T>(op) + op.shape.splits - 1) / op.shape.splits;
-    return std::max({16 * std::min(op.shape.stages, steps) * T::kStage, 4 * T::kSums, op.room()});
+    return std::max({16 * op.shape.stages * T::kStage, 4 * T::kSums, op.room()});
 }
 
 template <class Kernel, class... Given>
@@ -46,12 +45,15 @@ cudaError_t launch_blocks(Kernel kernel, int blocks, int cluster, int shared, co
     return launch_in_clusters(kernel, blocks, kThreads, shared, cluster, chip.arch, chip.stream, arguments...);
 }
 
+// The ring holds all of a block's steps or what there is room for; where tokens are few, one that is free at first.
 template <class T, class Op>
-void plan(Op& op, const Chip& chip) {
+void plan(Op& op, const Chip& chip, bool split = true) {
+    int steps = count_steps<T>(op), ring = T::kTokens > kFew ? std::max(kRing, chip.shared - kSpare) : kRing;
     op.shape.tiles = op.template count_tiles<T>();
-    op.shape.splits = choose_splits(op.shape.tiles, count_steps<T>(op), chip.blocks * kTogether<T>, chip);
-    int ring = T::kTokens > kFew ? std::max(kRing, chip.shared - kSpare) : kRing;
-    op.shape.stages = std::min(ring / (16 * T::kStage), kMostStages);
+    int blocks = chip.blocks * (T::kTokens <= kFew && 2 * kRing <= chip.shared ? 2 : 1);
+    op.shape.splits = split ? choose_splits(op.shape.tiles, steps, blocks, chip) : 1;
+    int most = (steps + op.shape.splits - 1) / op.shape.splits + (T::kTokens <= kFew);
+    op.shape.stages = std::max(2, std::min({ring / (16 * T::kStage), kMostStages, most}));
 }
 
 template <class T, class Op>
@@ -64,8 +66,7 @@ cudaError_t launch_tile(Op op, const Chip& chip) {
 template <class T1, class T2, class Op1, class Op2>
 cudaError_t launch_tiles(Op1 one, Op2 two, const Chip& chip) {
     plan<T1>(one, chip);
-    plan<T2>(two, chip);
-    two.shape.splits = 1;
+    plan<T2>(two, chip, false);
     two.awaited = one.shape.tiles * one.shape.splits;
     int splits = one.shape.splits, blocks = count_blocks<T1>(one);
     int all = blocks + (two.shape.tiles + splits - 1) / splits * splits;

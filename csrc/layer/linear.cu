@@ -15,7 +15,7 @@ struct NormLinear : Rows {
     template <class T>
     __device__ void finish(int tile, int token, int row, float scale, const Total<T>& total) const {
         int at = tile * T::kRows + row;
-        if (at < rows) store_four(out + int64_t(token) * rows + at, times(total(row), scale));
+        if (at < rows) store_four(out + int64_t(token) * rows + at, times(total(row), scale), total.real);
     }
 };
 

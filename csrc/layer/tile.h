@@ -30,6 +30,7 @@ struct Tile {
     static constexpr int kPitch = Rows + 4;  // floats between the sums of two tokens: lanes meet different banks
     static constexpr int kSums = kAlongInputs * Tokens * kPitch;
     static constexpr int kAcross = kStep / 8;  // vectors of a token's inputs in a step
+    static_assert(Tokens > kFew || 4 * kSums <= 16 * kStage);
     static_assert(kStep / 32 % kAlongInputs == 0 && kRing >= 32 * kStage && 4 * kSums <= kRing);
     static_assert(kThreads % kAcross == 0);
 };
