@@ -52,7 +52,7 @@ def test_a_rank_of_eight(k26: Model) -> None:
     t, d = k26.target, k26.drafter
     assert (t.H, t.I, t.dense, t.V, t.D, t.E, t.layers) == (8, 256, 2304, 20480, 7168, 384, 61)
     assert (d.H, d.KV, d.inner, d.mask_id, len(d.taps)) == (8, 1, 2304, 20479, 1)
-    assert rank.device_bytes(replace(k26, drafter=None), rank.Room(1, 1, 0)) == pytest.approx(76.5e9, rel=0.001)
+    assert rank.device_bytes(replace(k26, drafter=None), rank.Room(1, 1, 0)) == pytest.approx(76.2e9, rel=0.001)
     layers = 6 * (2 * 1024 + 256 + 3 * 2304) * 7168 * 2
     fc = 7168 * 7168 * 2  # of one tapped layer; an eighth of six is three quarters of it
     assert sum(map(work.leaf_bytes, tree_leaves(drafter_plan(d)))) == pytest.approx(layers + fc, rel=0.001)
@@ -101,22 +101,22 @@ def test_floor_of_the_rest(k26: Model) -> None:
     """Each matrix by hand, with one dense layer and the head's part of the vocabulary."""
     D, bf16 = 7168, 2
     attention = (2112 * D + 1536 * 1536 + 2 * 8 * 128 * 512 + D * 1024) * bf16
-    layer = attention + 384 * D * 4 + 3 * 256 * D * bf16
+    layer = attention + 384 * D * bf16 + 3 * 256 * D * bf16
     whole = 60 * layer + attention + 3 * 2304 * D * bf16 + 20480 * D * bf16
     found = work.products(work.rest(k26.target), 17)
-    assert found.bytes == pytest.approx(whole, rel=0.001) and whole == pytest.approx(4.87e9, rel=0.001)
-    assert found.floor(CARD) * 1e3 == pytest.approx(1.13, abs=0.01)
+    assert found.bytes == pytest.approx(whole, rel=0.001) and whole == pytest.approx(4.54e9, rel=0.001)
+    assert found.floor(CARD) * 1e3 == pytest.approx(1.06, abs=0.01)
 
 
 def test_a_whole_round(k26: Model) -> None:
-    """16 nodes over 5,500 tokens: 6.3 ms; plain decoding has no drafter to read."""
+    """16 nodes over 5,500 tokens: 6.2 ms; plain decoding has no drafter to read."""
     parts = work.round_work(k26, shape(16), 5500, 109.8)
     assert tuple(parts) == work.PARTS
     head, window = 20480 * 7168 * 2, 6 * 4096 * 2 * 128 * 2
     assert parts["draft"].bytes == pytest.approx(0.793e9 + head + window, rel=0.001)
     assert parts["tree"].bytes == 7 * 20480 * 4 and parts["sample"].bytes == 20480 * 4
     assert parts["commit"].bytes == pytest.approx((7168 * 7168 + 6 * 2 * 128 * 7168) * 2, rel=0.001)
-    assert sum(w.floor(CARD) for w in parts.values()) * 1e3 == pytest.approx(6.28, abs=0.01)
+    assert sum(w.floor(CARD) for w in parts.values()) * 1e3 == pytest.approx(6.20, abs=0.01)
     eight = work.round_work(k26, shape(16, batch=8), 5500, 109.8)
     assert eight["attention"].bytes == 8 * parts["attention"].bytes and eight["rest"].bytes == parts["rest"].bytes
     plain = work.round_work(k26, shape(1), 5500, 8.0)

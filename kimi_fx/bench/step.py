@@ -169,11 +169,11 @@ def experts_hit(rank: Rank, shape: Shape) -> float:
     hits: list[Tensor] = []
 
     def route(*arguments: Any) -> Any:
-        routed = rank.model.ops.moe_route(*arguments)
-        hits.append((routed[3].diff() > 0).sum())
+        routed = rank.model.ops.norm_route(*arguments)
+        hits.append((routed[5].diff() > 0).sum())
         return routed
 
-    model = replace(rank.model, ops=replace(rank.model.ops, moe_route=route))
+    model = replace(rank.model, ops=replace(rank.model.ops, norm_route=route))
     ddtree_step(rank.params, rank.pool, slots(rank.state, shape.batch), shape, model)
     return float(torch.stack(hits).double().mean())
 

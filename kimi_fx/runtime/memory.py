@@ -20,6 +20,7 @@ from ..graphs.params import Leaf, drafter_plan, target_plan
 from ..graphs.pytree import tree_leaves
 from ..graphs.state import Model, Shape, empty_pool, empty_state
 from ..ops import KERNELS
+from ..ops.linear import ROWS
 from ..request import Plan
 from .buckets import Bucket, Chunk, buckets, name, tokens
 from .pages import pages_for
@@ -165,9 +166,11 @@ def attention(model: Model, T: int) -> int:
 
 
 def moe(model: Model, T: int) -> int:
-    """Elements: rows of all pairs of token and expert in and out, twice in fp32, and the router's input in fp32."""
+    """Elements: rows of all pairs of token and expert in and out, twice in fp32, and the router's input in fp32, as are
+    its weights where rows are too many for the kernel."""
     t = model.target
-    return T * (t.K * (6 * t.D + 4 * t.I // model.ranks) + 4 * t.E + 3 * t.D)
+    router = 2 * t.E * t.D if T > ROWS else 0
+    return T * (t.K * (6 * t.D + 4 * t.I // model.ranks) + 4 * t.E + 3 * t.D) + router
 
 
 def head(bucket: Bucket, model: Model, size: int) -> int:

@@ -43,11 +43,11 @@ def asked(model: Model, *words: str) -> Ask:
 
 
 def test_a_rank_of_kimi_k2_6(kimi: Model) -> None:
-    """Published bytes; the router's 60 x 384 x 7168 weights are computed with in fp32."""
+    """Published bytes."""
     found = memory(asked(kimi), kimi, BF16, CUDA)
     assert found.target.stored == 76_182_593_536
     rank_and_frequencies = 8 + 32 * 4
-    assert found.target.held == found.target.stored + 60 * 384 * 7168 * 2 + rank_and_frequencies
+    assert found.target.held == found.target.stored + rank_and_frequencies
     assert found.row == 70_272 and found.pool == 4 * 262_144
     assert found.draft_row == 6 * 2 * 128 * 2  # one key/value head of 8
     for drafted in ("fc", "kv"):
@@ -153,4 +153,4 @@ def test_a_step_takes_no_more_than_estimated(kimi: Model, bucket: Bucket) -> Non
         with Live([leaf for leaf in tree_leaves(arguments[:3]) if leaf is not None]) as live:
             (step.prefill_step if isinstance(bucket, Chunk) else step.ddtree_step)(*arguments)
     estimate = workspace(bucket, model, BF16, on_cuda=True, context=64)
-    assert live.most <= estimate <= 7 * live.most
+    assert live.most <= estimate <= 9 * live.most
