@@ -32,6 +32,7 @@ def ingredients(model: Model, dtype: torch.dtype, device: torch.device) -> dict[
         "triton": installed("triton"),
         "arch": cuda_arch(device) if on_cuda else torch.backends.cpu.get_cpu_capability().lower(),
         "tp": str(model.ranks),
+        "near": str(bool(model.axis and model.axis.near)).lower(),
         "python": platform.python_version(),
         "device": cuda_name(device) if on_cuda else digest(cpu_flags()),
         "dtype": str(dtype).removeprefix("torch."),
@@ -63,7 +64,7 @@ def flat(name: str, values: dict[str, Any]) -> dict[str, str]:
 
 
 def cuda_name(device: torch.device) -> str:
-    """With its index, which compiled code holds."""
+    """With its index, which compiled code holds; every rank's is 0."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return f"{torch.cuda.get_device_name(index)}, cuda:{index}"
 
