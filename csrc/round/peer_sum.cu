@@ -68,7 +68,7 @@ struct Sum<__nv_bfloat162> {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) sum_kernel(PeerSumParams p) {
+__global__ void __launch_bounds__(kThreads) peer_sum_kernel(PeerSumParams p) {
     begin();
     int block = blockIdx.x, first = block * kThreads + threadIdx.x, pieces = static_cast<int>(p.pieces);
     uint8_t* own = p.buffers[p.rank];
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(PeerSumParams p) {
 
 cudaError_t launch_peer_sum(const PeerSumParams& params, int arch, cudaStream_t stream) {
     int blocks = static_cast<int>(std::min<int64_t>(kPeerBlocks, (params.pieces + kThreads - 1) / kThreads));
-    auto kernel = params.f32 ? sum_kernel<float> : sum_kernel<__nv_bfloat162>;
+    auto kernel = params.f32 ? peer_sum_kernel<float> : peer_sum_kernel<__nv_bfloat162>;
     return launch_overlapped(kernel, blocks, kThreads, 0, arch, stream, params);
 }
 
