@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import torch
 import kimi_fx
 from kimi_fx.compose import load_config
 from kimi_fx.engine import Engine
-from kimi_fx.runtime.build import load_kernels
+from kimi_fx.runtime.build import library_for, load_kernels, own_arch
 from kimi_fx.runtime.load import load
 from kimi_fx.validate import judge
 from oracles import ranks
@@ -50,8 +51,10 @@ def test_sums_are_exact_and_the_same_bits_on_both() -> None:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A store that two ranks have warmed; the library of kernels is found where it was."""
     load_kernels(torch.device("cuda"))
+    folder = tmp_path_factory.mktemp("cache")
+    shutil.copy(library_for(own_arch(torch.device("cuda")))[0], folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KIMI_FX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("KIMI_FX_CACHE", str(folder))
         load = started("-m", "kimi_fx", "warmup", *SETTINGS, "mesh.tp=2", "run.compile=true")
         _, said = load.communicate(timeout=300)
         assert load.returncode == 0, said.decode()
