@@ -150,12 +150,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Cache:
-    """The paged pool of latent rows and drafter keys and values."""
+    """What is kept: rows of tokens in the paged pool, and weights on disk."""
 
     max_len: int | None = None
     """Longest request, prompt and output together, in tokens; null: the models' own limit."""
     tokens: int | None = None
     """Tokens the pool holds over all requests; null: run.batch requests of max_len."""
+    weights: bool = False
+    """Keep each rank's packed weights beside the compiled steps, written once, so that later loads are one read."""
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,7 @@ def ingredients(model: Model, dtype: torch.dtype, device: torch.device) -> dict[
         "python": platform.python_version(),
         "device": cuda_name(device) if on_cuda else digest(cpu_flags()),
         "dtype": str(dtype).removeprefix("torch."),
-        "weights": digest(repr([(leaf.shape, leaf.stored, leaf.dtype) for leaf in plan_leaves(model)])),
-    }
-    found |= flat("target", asdict(model.target))
-    found |= flat("drafter", asdict(model.drafter)) if model.drafter else {"drafter": "none"}
+    } | geometry(model)
     for pattern in TRACED:
         for file in sorted(PACKAGE.glob(pattern)):
             found[f"kimi_fx/{file.relative_to(PACKAGE).as_posix()}"] = digest(file.read_bytes())
@@ -47,6 +44,13 @@ def ingredients(model: Model, dtype: torch.dtype, device: torch.device) -> dict[
         sources = sorted(f for f in source_folder().rglob("*") if f.suffix in (".cu", ".cpp", ".h"))
         found["csrc"] = digest(b"\0".join(f.name.encode() + b"\0" + f.read_bytes() for f in sources))
     return found
+
+
+def geometry(model: Model) -> dict[str, str]:
+    """Of both models, and the shapes of their weights."""
+    found = {"weights": digest(repr([(leaf.shape, leaf.stored, leaf.dtype) for leaf in plan_leaves(model)]))}
+    found |= flat("target", asdict(model.target))
+    return found | (flat("drafter", asdict(model.drafter)) if model.drafter else {"drafter": "none"})
 
 
 def plan_leaves(model: Model) -> Iterator[Any]:

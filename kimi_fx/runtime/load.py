@@ -24,6 +24,7 @@ from ..tokenizer import Tokenizer, generation_defaults, load_tokenizer, stop_ids
 from .build import load_kernels
 from .peers import first_gap
 from .ranks import GROUP, Place, own_place
+from .weights import loaded_once
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,17 @@ def load(config: Config, ready: Loaded | None = None, progress: bool = True, mes
     model, device, dtype = ready.model, ready.device, ready.dtype
     if device.type == "cuda" and model.ops is KERNELS:
         load_kernels(device)
-    target = load_target(target_folder(config), model.target, device, dtype, progress, mesh)
-    drafter = None
-    if model.drafter and config.drafter.path:
-        drafter = load_drafter(package_path(config.drafter.path), model.drafter, device, dtype, progress, mesh)
-    return replace(ready, params=local(Params(target, drafter)))
+
+    def read() -> Params:
+        target = load_target(target_folder(config), model.target, device, dtype, progress, mesh)
+        drafter = None
+        if model.drafter and config.drafter.path:
+            drafter = load_drafter(package_path(config.drafter.path), model.drafter, device, dtype, progress, mesh)
+        return local(Params(target, drafter))
+
+    rank = mesh.get_local_rank("tp") if mesh is not None else 0
+    kept = config.cache.weights
+    return replace(ready, params=loaded_once(config, model, rank, device, dtype, read) if kept else read())
 
 
 def read_text(folder: Path, vocab: int) -> Text:
