@@ -22,6 +22,7 @@
 #include "round/chunk.h"
 #include "round/commit.h"
 #include "round/draft_attention.h"
+#include "round/peer_sum.h"
 #include "round/sample_and_walk.h"
 
 namespace {
@@ -459,6 +460,33 @@ Tensor draft_attention(const Tensor& q, const Tensor& pool_k, const Tensor& pool
     return result;
 }
 
+Tensor peer_sum(const Tensor& x, const Tensor& buffers, int64_t rank, int64_t capacity) {
+    bool f32 = x.scalar_type() == ScalarType::Float;
+    check(x, "x", f32 ? ScalarType::Float : ScalarType::BFloat16, x.dim());
+    check(buffers, "buffers", ScalarType::Long, 1);
+    int64_t ranks = buffers.size(0), bytes = x.numel() * (f32 ? 4 : 2);
+    STD_TORCH_CHECK(1 < ranks && ranks <= rounds::kPeers && 0 <= rank && rank < ranks, "rank ", rank, " of ", ranks,
+                    " is not one of 2 to ", rounds::kPeers, " ranks.");
+    STD_TORCH_CHECK(bytes <= capacity && bytes % 16 == 0 && capacity % 16 == 0 && capacity < int64_t(1) << 32,
+                    "a buffer takes multiples of 16 bytes up to ", capacity, ", found ", bytes, ".");
+    torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    Tensor result = torch::stable::empty_like(x);
+    if (bytes == 0) return result;
+    Device device = device_of(x);
+    rounds::PeerSumParams params{
+        .x = data<uint4>(x),
+        .out = out<uint4>(result),
+        .buffers = data<uint8_t*>(buffers),
+        .pieces = bytes / 16,
+        .capacity = capacity,
+        .rank = static_cast<int>(rank),
+        .ranks = static_cast<int>(ranks),
+        .f32 = f32,
+    };
+    STD_CUDA_CHECK(rounds::launch_peer_sum(params, device.arch, device.stream));
+    return result;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(kimi_fx_cuda, m) {
@@ -486,6 +514,7 @@ STABLE_TORCH_LIBRARY(kimi_fx_cuda, m) {
     m.def(
         "draft_attention(Tensor q, Tensor pool_k, Tensor pool_v, Tensor page_table, Tensor length, Tensor k, Tensor v, "
         "float scale, int window, bool causal) -> Tensor");
+    m.def("peer_sum(Tensor x, Tensor buffers, int rank, int capacity) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kimi_fx_cuda, CUDA, m) {
@@ -496,4 +525,5 @@ STABLE_TORCH_LIBRARY_IMPL(kimi_fx_cuda, CUDA, m) {
     m.impl("sample_and_walk", TORCH_BOX(&sample_and_walk));
     m.impl("commit", TORCH_BOX(&commit));
     m.impl("draft_attention", TORCH_BOX(&draft_attention));
+    m.impl("peer_sum", TORCH_BOX(&peer_sum));
 }

@@ -27,7 +27,17 @@ from .graphs.state import Model, Shape
 from .runtime.buckets import buckets, name, tokens
 from .runtime.build import check_driver, find_nvcc, library_for, own_arch
 from .runtime.links import measure
-from .runtime.load import Loaded, Text, pick_device, pick_dtype, rank_device, read_model, read_text, target_folder
+from .runtime.load import (
+    Loaded,
+    Text,
+    pick_device,
+    pick_dtype,
+    rank_device,
+    read_model,
+    read_text,
+    settled,
+    target_folder,
+)
 from .runtime.memory import Ask, available, check_memory, gb, memory, table
 from .runtime.ranks import Place, own_place
 from .runtime.rounds import Rounds, wanted
@@ -80,7 +90,9 @@ def case_of(overrides: Sequence[str]) -> Case:
         if not 0 < planned < float("inf"):
             raise ValueError(f"{words[-1]}: wanted the GB of a device's memory, such as memory=139.")
         return Case(config, Place(0, config.mesh.tp, 0), torch.device("cuda"), planned)
-    place, device = own_place(config), pick_device(config.device)
+    place = own_place(config)
+    config = settled(config, place)
+    device = pick_device(config.device)
     return Case(config, place, device if place.size == 1 else rank_device(config.device, device, place), None)
 
 

@@ -1,8 +1,9 @@
 """`kimi-fx warmup`: every compiled step that a configuration needs, built into the artefact store, then run.
 
 What the store has is left as it is, so an interrupted warm-up goes on where it was, and several may run at once. The
-weights are random ones of the checkpoint's shapes: no compiled step depends on their values, and none are read. Several
-ranks start as they do to serve, so that what they build has run on them.
+weights are random ones of the checkpoint's shapes: no compiled step depends on their values, and none are read, unless
+the ranks' weights are to be kept (cache.weights). Several ranks start as they do to serve, so that what they build has
+run on them.
 """
 
 import time
@@ -21,7 +22,7 @@ from .graphs.state import Shape, slots
 from .runtime.buckets import name
 from .runtime.build import load_kernels
 from .runtime.compiled import example
-from .runtime.load import Loaded
+from .runtime.load import Loaded, load
 from .runtime.rounds import Rounds, clock
 
 
@@ -33,7 +34,10 @@ class Warmup(Engine):
         if self.loaded.device.type == "cuda":
             load_kernels(self.loaded.device)
         with torch.inference_mode(False), torch.no_grad(), self.rounds.unlimited():
-            params = random_weights(self.loaded, mesh)
+            kept = self.config.cache.weights
+            params = (
+                load(self.config, self.loaded, progress, mesh).params if kept else random_weights(self.loaded, mesh)
+            )
             build_all(self.rounds, params)
             start = time.monotonic()
             run_all(self, self.rounds, params)

@@ -137,6 +137,12 @@ class Rounds:
         count = f"{len(cold)} of {len(self.buckets)} compiled steps"
         return f"{count} are not in {self.store.folder} ({name(cold[-1])}, …; {self.store.why_cold()})"
 
+    def release(self) -> None:
+        """Drop the graphs, once they have run: a group whose operations they hold could not end."""
+        if self.graphs:
+            torch.cuda.synchronize(self.graphs.stream.device)
+        self.calls.clear()
+
     def unlimited(self) -> AbstractContextManager[None]:
         """No time in here counts as that of a step."""
         return self.ranks.watch.unlimited() if self.ranks else nullcontext()

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MANIFEST = "manifest.json"
 LABEL = ("torch", "cuda", "triton", "arch")  # ingredients that the folder's name shows
@@ -157,14 +157,21 @@ def checksum(file: Path) -> str:
 
 def write(file: Path, data: bytes) -> None:
     """The file appears whole, or not at all."""
-    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as temporary:
+    with temporary(file) as out:
+        out.write(data)
+
+
+@contextmanager
+def temporary(file: Path) -> Iterator[BinaryIO]:
+    """What is written takes the file's place at the end, whole, or not at all."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as out:
         try:
-            temporary.write(data)
-            temporary.flush()
-            os.fsync(temporary.fileno())
-            os.replace(temporary.name, file)
+            yield out  # type: ignore[misc]
+            out.flush()
+            os.fsync(out.fileno())
+            os.replace(out.name, file)
         except BaseException:
-            os.unlink(temporary.name)
+            os.unlink(out.name)
             raise
 
 
