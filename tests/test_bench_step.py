@@ -27,6 +27,7 @@ from kimi_fx.graphs.pytree import tree_leaves
 from kimi_fx.graphs.state import Model, Shape
 from kimi_fx.graphs.step import ddtree_step
 from kimi_fx.ops import KERNELS
+from kimi_fx.runtime.compiled import signature
 
 CARD = Rates(copy=4.3e12, read=4.3e12, matmul=790e12)
 TINY = TargetModel(
@@ -220,7 +221,7 @@ def test_cells() -> None:
 def flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """Cells of the tiny pair; what is called for a replay is the traced function, each taking 0.1 ms."""
     monkeypatch.setenv("KIMI_FX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kimi_fx.runtime.rounds, "compile_step", lambda *_: b"code")
+    monkeypatch.setattr(kimi_fx.runtime.rounds, "compile_step", lambda _, a, __: (b"", {"arguments": signature(a)}))
     monkeypatch.setattr(kimi_fx.runtime.rounds, "load_step", lambda *_: ddtree_step)
 
     def median(replay: Callable[[], object]) -> float:
