@@ -20,6 +20,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
+from ..config import DrafterModel, TargetModel
 from ..graphs.params import Params
 from ..graphs.pytree import tree_map
 from ..graphs.state import Model
@@ -75,7 +76,7 @@ def in_parallel(
     """Each bucket's entry, as it is done; one that another process has built meanwhile is not built again."""
     rounds.say(f"compiling {', '.join(map(name, cold))}, {at_once} at once, about {clock(rounds.pace())} each")
     forms: Any = tree_map(form, params)
-    geometry = (rounds.model.target, rounds.model.drafter)
+    geometry = (rounds.model.target, rounds.model.drafter)  # operators cannot be sent
     threads = max(1, (os.cpu_count() or 1) // at_once)
     pool = ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), initializer=begin, initargs=(threads,))
     with rounds.store.building(), rounds.store.workshop() as folder, pool:
@@ -99,7 +100,9 @@ def begin(threads: int) -> None:
     torch._inductor.config.compile_threads = threads
 
 
-def build(bucket: Bucket, forms: Any, geometry: Any, kernels: Path) -> tuple[bytes, dict[str, Any]]:
+def build(
+    bucket: Bucket, forms: Any, geometry: tuple[TargetModel, DrafterModel | None], kernels: Path
+) -> tuple[bytes, dict[str, Any]]:
     """In a builder: a bucket's function, and what is noted of it."""
-    idle = example(bucket, tree_map(hollow, forms), Model(*geometry, ops=KERNELS))
+    idle = example(bucket, tree_map(hollow, forms), Model(*geometry, KERNELS))
     return compile_step(bucket, idle, kernels)
