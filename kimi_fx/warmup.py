@@ -19,8 +19,8 @@ from .compose import load_config
 from .engine import Engine
 from .graphs.params import Params, drafter_plan, target_plan
 from .graphs.state import Shape, slots
-from .runtime.buckets import name
 from .runtime.build import load_kernels
+from .runtime.builders import build_all
 from .runtime.compiled import example
 from .runtime.load import Loaded, load
 from .runtime.rounds import Rounds, clock
@@ -51,18 +51,6 @@ def command(overrides: Sequence[str]) -> int:
     assert engine.rounds is not None
     print(engine.rounds.store.folder)
     return 0
-
-
-def build_all(rounds: Rounds, params: Params) -> None:
-    """Build what is cold, saying how far it is and how long the rest takes."""
-    cold, total = rounds.cold(), len(rounds.buckets)
-    rounds.say(rounds.lack(cold) if cold else f"all {total} compiled steps are in {rounds.store.folder}")
-    for done, bucket in enumerate(cold):
-        pace = rounds.store.pace()
-        left = f", about {clock(pace * (len(cold) - done))} left" if pace else ""
-        rounds.say(f"{done + 1} of {len(cold)}{left}: ", end="")
-        entry = rounds.build(bucket, example(bucket, params, rounds.model))
-        rounds.say(f"{name(bucket)} took {clock(entry['seconds'])}")
 
 
 def run_all(engine: Engine, rounds: Rounds, params: Params) -> None:

@@ -6,11 +6,11 @@ step of all; where they share a folder one of them builds and the others wait fo
 """
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from .ingredients import ingredients
 from .load import Loaded
 from .ranks import Ranks
 from .store import Store, told
+
+FIXED, PER_LAYER = 5.0, 1.0  # seconds that compiling takes on a server
 
 
 def wanted(config: Config, device: torch.device) -> bool:
@@ -81,7 +83,7 @@ class Rounds:
         """Make ready what the store has, largest first, so that later captures find memory; say what it lacks."""
         cold = self.cold()
         if cold:
-            takes = f"takes {duration(self.store.pace())}, or ahead by kimi-fx warmup"
+            takes = f"takes about {clock(self.pace())}, or ahead by kimi-fx warmup"
             self.say(f"{self.lack(cold)}: each is compiled when first needed and {takes}.")
         for bucket in self.buckets:
             if isinstance(bucket, Shape) and bucket not in cold:
@@ -114,17 +116,23 @@ class Rounds:
         """Compile a bucket into the store, unless another process has by now; its entry."""
         if not self.may_build:
             raise RuntimeError(f"run.require_warm=true, but {name(bucket)} is gone from {self.store.folder}.")
-        self.say(f"compiling {name(bucket)}, which takes {duration(self.store.pace())}")
+        self.say(f"compiling {name(bucket)}, which takes about {clock(self.pace())}")
         with self.store.building(quiet=not self.speaks):
             if entry := self.store.entry(name(bucket)):
                 return entry
-            start = time.monotonic()
-            code = compile_step(bucket, idle, self.store.inductor)
-            seconds = round(time.monotonic() - start, 1)
-            self.store.add(name(bucket), code, seconds=seconds, arguments=signature(idle))
+            return self.keep(bucket, *compile_step(bucket, idle, self.store.inductor), self.store.inductor)
+
+    def keep(self, bucket: Bucket, code: bytes, notes: dict[str, Any], kernels: Path) -> dict[str, Any]:
+        """Put what was compiled into the store, which is locked; its entry."""
+        self.store.add(name(bucket), code, kernels, **notes)
         entry = self.store.entry(name(bucket))
         assert entry is not None
         return entry
+
+    def pace(self) -> float:
+        """Seconds that compiling a step takes: the mean of those built with these ingredients, else by the layers."""
+        m = self.model
+        return self.store.pace() or FIXED + PER_LAYER * (m.target.layers + (m.drafter.layers if m.drafter else 0))
 
     def cold(self) -> list[Bucket]:
         """Buckets that the store lacks, be it that of one rank: whether one is loaded is the same on all."""
@@ -155,10 +163,6 @@ class Rounds:
     def say(self, line: str, end: str = "\n") -> None:
         if self.speaks:
             print(line, file=sys.stderr, flush=True, end=end)
-
-
-def duration(pace: float | None) -> str:
-    return "up to some minutes" if pace is None else f"about {clock(pace)}"
 
 
 def clock(seconds: float) -> str:
