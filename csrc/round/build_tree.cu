@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads) build_kernel(TreeParams p, int chunk
         m.gains[i] = gain;
     }
     unsound = __syncthreads_or(unsound);
-    int budget = unsound ? 0 : static_cast<int>(min(p.budget[b], int64_t(p.N - 1)));
+    int budget = unsound ? 0 : static_cast<int>(max(min(p.budget[b], int64_t(p.N - 1)), int64_t(0)));
     Found f(m.top);
     int found = find_nodes(p.D, p.k, max(budget, 1), f, m);
     order_nodes(found, budget, f, m);

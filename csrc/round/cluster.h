@@ -94,11 +94,11 @@ __device__ inline uint64_t total(uint64_t x) {
     return x;
 }
 
-// One value for all threads of the cluster, whatever its size: `of_warp` is `largest` or `total`, to which 0 is
-// nothing. `turn` is 0 before the first.
+// One value for all threads of the cluster, of `size` blocks, or of the block, 1: `of_warp` is `largest` or `total`, to
+// which 0 is nothing. `turn` is 0 before the first.
 template <typename Op>
-__device__ uint64_t reduce(Exchange& e, int& turn, uint64_t x, Op of_warp) {
-    int lane = threadIdx.x % 32, size = cluster_size();
+__device__ uint64_t reduce(Exchange& e, int& turn, uint64_t x, Op of_warp, int size) {
+    int lane = threadIdx.x % 32;
     x = of_warp(x);
     if (lane == 0) e.of_warp[turn][threadIdx.x / 32] = x;
     __syncthreads();
