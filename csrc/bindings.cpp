@@ -526,7 +526,7 @@ Tensor draft_attention(const Tensor& q, const Tensor& pool_k, const Tensor& pool
         .causal = causal,
         .scale_log2 = static_cast<float>(scale * 1.4426950408889634),
     };
-    STD_CUDA_CHECK(rounds::launch_draft_attention(params, device.shared, device.arch, device.stream));
+    STD_CUDA_CHECK(rounds::launch_draft_attention(params, device.arch, device.stream));
     return result;
 }
 

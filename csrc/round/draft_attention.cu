@@ -1,9 +1,9 @@
 // Grouped-query attention of the drafter's block on mma.sync m16n8k16, split over the context; a second, overlapped
 // launch adds up the splits in their order.
 //
-// Four warps have 64 rows, one 16 of them and every key of a tile. Where shared memory holds two rings, rows may be twice
-// as many and a block is two such teams: they take every other tile of its split and add up what they have at the end. Tiles of 64
-// keys and values come in by cp.async, kStages deep, and both products read them where they lie (warp_rows.h).
+// A block has 64 rows, a warp 16 of them and every key of a tile. Tiles of 64 keys and values come in by cp.async,
+// kStages deep, and both products read them where they lie (warp_rows.h). Blocks of the same keys and other rows run
+// side by side, and the L2 serves the second.
 
 #include "draft_attention.h"
 
@@ -16,14 +16,13 @@ namespace kimi_fx::round {
 namespace {
 
 constexpr int kStages = 3;
-constexpr int kWarps = 4;  // of a team
+constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-
-template <int Head>
-constexpr int kRingBytes = kStages * 2 * kTileBytes<Head>;
-
-template <int Head, int Blocks>
-constexpr int kQueryBytes = Blocks == 1 ? 0 : kWarps * 16 * Blocks * Head * 2;
+#if __CUDA_ARCH__ >= 1200
+constexpr int kResident = 1;  // blocks of a multiprocessor, as its shared memory allows
+#else
+constexpr int kResident = 2;
+#endif
 
 // A request's tiles and how many a split takes.
 struct Cut {
@@ -42,15 +41,15 @@ struct Cut {
 template <int Head>
 __device__ void copy_tile(const DraftParams& p, const Cut& cut, int b, int kv, int tile, int page, uint32_t to) {
     constexpr int kChunks = Head / 8, kRows = kThreads / kChunks;  // rows at a time
-    int thread = threadIdx.x % kThreads, chunk = thread % kChunks;
+    int chunk = threadIdx.x % kChunks;
     bool own = tile == cut.tiles - 1;
     int valid = own ? p.S : cut.length - (cut.page + tile) * kPage;
     int64_t row = own ? int64_t(b) * p.S : int64_t(page) * kPage, column = kv * Head + chunk * 8;
     int64_t stride = int64_t(p.KV) * Head, v_stride = own ? p.v_stride : stride;
     const __nv_bfloat16* keys = (own ? p.k : p.pool_k) + row * stride + column;
     const __nv_bfloat16* values = (own ? p.v : p.pool_v) + row * v_stride + column;
-#pragma unroll 2
-    for (int i = thread / kChunks; i < kPage; i += kRows) {
+#pragma unroll 8
+    for (int i = threadIdx.x / kChunks; i < kPage; i += kRows) {
         int from = i < valid ? i : 0, bytes = i < valid ? 16 : 0;
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(chunk_at<Head>(to, i, chunk)),
                      "l"(keys + from * stride), "r"(bytes));
@@ -67,65 +66,46 @@ __device__ void wait_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-template <int Head, int Blocks, int Teams>
-__global__ void __launch_bounds__(kThreads* Teams, 1) draft_kernel(DraftParams p) {
+template <int Head>
+__global__ void __launch_bounds__(kThreads, kResident) draft_kernel(DraftParams p) {
     extern __shared__ __align__(1024) unsigned char memory[];
     begin();
     int split = blockIdx.x, kv = blockIdx.y % p.KV, row_tile = blockIdx.y / p.KV, b = blockIdx.z;
     Cut cut(p, b);
-    int end = min((split + 1) * cut.each, cut.tiles);
-    if (split * cut.each >= end) return;
+    int tile = split * cut.each, end = min(tile + cut.each, cut.tiles);
+    if (tile >= end) return;
 
-    int team = threadIdx.x / kThreads, warp = threadIdx.x / 32 % kWarps, stage = 0;
     const int32_t* pages = p.page_table + int64_t(b) * p.table_width + cut.page;
     auto page_of = [&](int t) { return t < end && t < cut.tiles - 1 ? pages[t] : 0; };
-    uint32_t ring = ptx::shared_address(memory) + team * kRingBytes<Head>;
-    auto place_of = [&](int stage) { return ring + stage * 2 * kTileBytes<Head>; };
-    auto copy = [&](int t, int page, int stage) {
-        if (t < end) copy_tile<Head>(p, cut, b, kv, t, page, place_of(stage));
+    uint32_t ring = ptx::shared_address(memory);
+    auto place_of = [&](int t) { return ring + (t - split * cut.each) % kStages * 2 * kTileBytes<Head>; };
+    auto copy = [&](int t, int page) {
+        if (t < end) copy_tile<Head>(p, cut, b, kv, t, page, place_of(t));
         close_group();
     };
-    int tile = split * cut.each + team;
-    for (int i = 0; i < kStages - 1; ++i) copy(tile + i * Teams, page_of(tile + i * Teams), i);
-    constexpr int kNext = (kStages - 1) * Teams;
-    int page = page_of(tile + kNext);  // of the tile to be copied next, read one tile ahead
+    for (int t = tile; t < tile + kStages - 1; ++t) copy(t, page_of(t));
+    int page = page_of(tile + kStages - 1);  // of the tile to be copied next, read one tile ahead
 
-    int rows = p.S * (p.H / p.KV), first = (row_tile * kWarps + warp) * 16 * Blocks;
-    uint4* queries = reinterpret_cast<uint4*>(memory + Teams * kRingBytes<Head>) + warp * kQueryBytes<Head, Blocks> / 64;
-    WarpRows<Head, Blocks> own(queries);
-#pragma unroll
-    for (int k = 0; k < own.kSteps; ++k) {
-        if constexpr (Blocks == 1) own.q[k] = query<Head>(p, b, kv, first, rows, k);
-        for (int m = team; Blocks > 1 && m < Blocks; m += Teams) {  // both teams have the same rows
-            queries[(m * own.kSteps + k) * 32 + threadIdx.x % 32] = query<Head>(p, b, kv, first + 16 * m, rows, k);
-        }
-    }
-    if (Blocks > 1) __syncthreads();
-    for (; tile < end; tile += Teams) {
+    int rows = p.S * (p.H / p.KV), first = (row_tile * kWarps + threadIdx.x / 32) * 16;
+    WarpRows<Head> own;
+    own.read(p, b, kv, first, rows);
+    for (; tile < end; ++tile) {
         wait_groups<kStages - 2>();
-        ptx::sync_threads(1 + team, kThreads);  // the tile is there for all, and the one before it has been read by all
-        copy(tile + kNext, page, stage == 0 ? kStages - 1 : stage - 1);
-        page = page_of(tile + kNext + Teams);
-        uint32_t at = place_of(stage);
-        stage = stage + 1 == kStages ? 0 : stage + 1;
+        __syncthreads();  // the tile is there for all, and the one before it has been read by all
+        copy(tile + kStages - 1, page);
+        page = page_of(tile + kStages);
         bool last = tile == cut.tiles - 1;
         int start = last ? cut.length : (cut.page + tile) * kPage, valid = last ? p.S : cut.length - start;
-        bool masked = last || valid < kPage || (p.window && cut.length + p.S - 1 - start >= p.window);
-        own.attend(at, p.scale_log2, masked, [&](int m, int half) {
-            int row = first + m * 16 + half * 8 + threadIdx.x % 32 / 4;
-            int place = cut.length - start + row / (p.H / p.KV);
-            int high = p.causal ? place + 1 : p.window ? place + p.window : valid;
-            return make_int2(p.window ? place - p.window + 1 : 0, min(valid, high));
-        });
-    }
-    if constexpr (Teams == 2) {
-        float* handed = reinterpret_cast<float*>(memory) + warp * 32 * own.kFloats;
-        static_assert(kWarps * 32 * own.kFloats * 4 <= Teams * kRingBytes<Head>);
-        __syncthreads();
-        if (team == 1) own.give(handed);
-        __syncthreads();
-        if (team == 1) return;
-        own.take(handed);
+        if (!last && valid >= kPage && (!p.window || cut.length + p.S - 1 - start < p.window)) {
+            own.template attend<false>(place_of(tile), p.scale_log2, {}, {});
+            continue;
+        }
+        auto low = [&](int own) { return p.window ? own - p.window + 1 : 0; };
+        auto high = [&](int own) { return min(valid, p.causal ? own + 1 : p.window ? own + p.window : valid); };
+        int row = first + threadIdx.x % 32 / 4, group = p.H / p.KV;
+        int2 place = make_int2(cut.length - start + row / group, cut.length - start + (row + 8) / group);
+        own.template attend<true>(place_of(tile), p.scale_log2, make_int2(low(place.x), low(place.y)),
+                                  make_int2(high(place.x), high(place.y)));
     }
     own.write(p, (int64_t(b) * p.KV + kv) * p.splits + split, first, rows);
 }
@@ -191,45 +171,30 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(DraftParams p) {
     *reinterpret_cast<uint2*>(p.out + ((int64_t(b) * p.S + slot) * p.H + head) * Head + column * 4) = four;
 }
 
-// As the shared memory of a block allows.
-int teams_of(int shared) { return shared >= 2 * kRingBytes<128> + kQueryBytes<128, 2> ? 2 : 1; }
-
-int row_blocks(int S, int H, int KV, int shared) { return teams_of(shared) == 2 && S * (H / KV) > 16 * kWarps ? 2 : 1; }
-
-int row_tiles(int S, int H, int KV, int shared) {
-    return ceil_div(S * (H / KV), 16 * kWarps * row_blocks(S, H, KV, shared));
-}
-
-template <int Head, int Blocks, int Teams>
-cudaError_t launch_kernels(const DraftParams& p, int shared, int arch, cudaStream_t stream) {
-    constexpr int kBytes = Teams * kRingBytes<Head> + kQueryBytes<Head, Blocks>;
-    static_assert(kBytes <= (Teams == 1 ? 99 : 227) * 1024);
-    auto kernel = draft_kernel<Head, Blocks, Teams>;
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-    dim3 grid(p.splits, p.KV * row_tiles(p.S, p.H, p.KV, shared), p.B);
-    error = launch_in_clusters(kernel, grid, kThreads * Teams, kBytes, 1, arch, stream, p);
-    if (error != cudaSuccess) return error;
-    return launch_in_clusters(join_kernel<Head>, dim3(p.S * p.H, p.B), kJoinThreads, 0, 1, arch, stream, p);
-}
+int row_tiles(int S, int H, int KV) { return ceil_div(S * (H / KV), 16 * kWarps); }
 
 template <int Head>
-cudaError_t launch_head(const DraftParams& p, int shared, int arch, cudaStream_t stream) {
-    if (teams_of(shared) == 1) return launch_kernels<Head, 1, 1>(p, shared, arch, stream);
-    bool tall = row_blocks(p.S, p.H, p.KV, shared) == 2;
-    return tall ? launch_kernels<Head, 2, 2>(p, shared, arch, stream)
-                : launch_kernels<Head, 1, 2>(p, shared, arch, stream);
+cudaError_t launch_head(const DraftParams& p, int arch, cudaStream_t stream) {
+    constexpr int kBytes = kStages * 2 * kTileBytes<Head>;
+    static_assert(kBytes <= 99 * 1024);
+    cudaError_t error = cudaFuncSetAttribute(draft_kernel<Head>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error != cudaSuccess) return error;
+    dim3 grid(p.splits, p.KV * row_tiles(p.S, p.H, p.KV), p.B);
+    error = launch_in_clusters(draft_kernel<Head>, grid, kThreads, kBytes, 1, arch, stream, p);
+    if (error != cudaSuccess) return error;
+    return launch_in_clusters(join_kernel<Head>, dim3(p.S * p.H, p.B), kJoinThreads, 0, 1, arch, stream, p);
 }
 
 }  // namespace
 
 int draft_splits(int B, int S, int H, int KV, int table_width, int multiprocessors, int shared) {
-    int splits = multiprocessors / (B * KV * row_tiles(S, H, KV, shared));
+    int resident = std::clamp(shared / (kStages * 2 * kTileBytes<128>), 1, kResident);
+    int splits = resident * multiprocessors / (B * KV * row_tiles(S, H, KV));
     return std::clamp(splits, 1, std::min(kMaxSplits, table_width + 1));
 }
 
-cudaError_t launch_draft_attention(const DraftParams& p, int shared, int arch, cudaStream_t stream) {
-    return p.head == 64 ? launch_head<64>(p, shared, arch, stream) : launch_head<128>(p, shared, arch, stream);
+cudaError_t launch_draft_attention(const DraftParams& p, int arch, cudaStream_t stream) {
+    return p.head == 64 ? launch_head<64>(p, arch, stream) : launch_head<128>(p, arch, stream);
 }
 
 }  // namespace kimi_fx::round

@@ -34,10 +34,10 @@ struct DraftParams {
     float scale_log2;  // scale * log2(e)
 };
 
-// How many splits fill this many multiprocessors; `shared`: bytes a block of theirs may opt into.
+// How many splits fill this many multiprocessors, each with so many bytes of shared memory.
 int draft_splits(int B, int S, int H, int KV, int table_width, int multiprocessors, int shared);
 
 // head 64 or 128.
-cudaError_t launch_draft_attention(const DraftParams& params, int shared, int arch, cudaStream_t stream);
+cudaError_t launch_draft_attention(const DraftParams& params, int arch, cudaStream_t stream);
 
 }  // namespace kimi_fx::round
