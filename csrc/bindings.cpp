@@ -265,8 +265,6 @@ Tree build_tree(const Tensor& logits, const Tensor& anchor, const Tensor& budget
     int64_t chunks = rounds::row_chunks(V);
     Tensor keys = torch::stable::new_empty(anchor, {B, D, k, chunks});
     Tensor sums = torch::stable::new_empty(logits, {B, D, chunks, 2});
-    Tensor lists = torch::stable::new_empty(anchor, {B, D, k + 1});
-    Tensor arrived = torch::stable::new_empty(anchor, {B}, ScalarType::Int);
     Tensor token = torch::stable::new_empty(anchor, {B, nodes}), parent = torch::stable::new_empty(anchor, {B, nodes});
     Tensor depth = torch::stable::new_empty(anchor, {B, nodes}), score = torch::stable::new_empty(logits, {B, nodes});
     Tensor ancestors = torch::stable::new_empty(anchor, {B, nodes, 2});
@@ -279,8 +277,6 @@ Tree build_tree(const Tensor& logits, const Tensor& anchor, const Tensor& budget
         .width = data<int64_t>(width),
         .keys = out<uint64_t>(keys),
         .sums = out<void>(sums),
-        .lists = out<uint64_t>(lists),
-        .arrived = out<int32_t>(arrived),
         .token = out<int64_t>(token),
         .parent = out<int64_t>(parent),
         .depth = out<int64_t>(depth),

@@ -178,7 +178,8 @@ struct Loader {
 template <int T>
 __device__ void clear_unused(uint32_t kv, int valid) {
     if (valid >= T) return;
-    for (uint32_t at = kv + valid * kStride * 2 + threadIdx.x * 16; at < kv + T * kStride * 2; at += kMathThreads * 16) {
+    uint32_t at = kv + valid * kStride * 2 + threadIdx.x * 16;
+    for (; at < kv + T * kStride * 2; at += kMathThreads * 16) {
         asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(at), "r"(0) : "memory");
     }
 #ifdef KIMI_FX_BULK

@@ -152,7 +152,7 @@ cudaError_t launch_clusters(Kernel kernel, int clusters, int blocks, int bytes, 
 }  // namespace
 
 int nodes_ahead(int B, int N, int arch, int multiprocessors) {
-    int clusters = kResident * multiprocessors / (arch < 90 ? 1 : kPortableCluster);
+    int clusters = multiprocessors / (arch < 90 ? 1 : kPortableCluster);
     int ahead = std::min({clusters / B, N, kMaxAhead});
     return ahead < kFewestAhead ? 0 : ahead;
 }
