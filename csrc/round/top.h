@@ -1,8 +1,9 @@
 // The k best of a row of logits and its log-sum-exp, without sorting the row.
 //
-// A row is cut into chunks, one a block. A block's threads are cut into 2 k groups or more. No key under the k-th best
-// of the groups' best can be among the block's k best, and few others are left: those are ranked by counting. The
-// chunks' lists go through the same once more. Keys are unique, so nothing depends on which thread came first.
+// A row is cut into chunks, one a block, each from all over the row, as likely ids lie together. Of its threads' best
+// every warp takes the one that k / 8 reach: no logit under the least of these can be among the block's k best, and few
+// others are left, which are ranked by counting. Keys are unique, so nothing depends on which thread came first. A warp
+// merges the chunks' lists (merge.h).
 
 #pragma once
 
@@ -16,8 +17,8 @@ namespace kimi_fx::round {
 
 constexpr int kThreads = 256;
 constexpr int kMost = 128;                   // k at most
+constexpr int kWarps = kThreads / 32;
 constexpr int kEach = kChunk / kThreads;     // logits of a thread
-constexpr int kListed = kMaxChunks * kMost / kThreads;  // keys of a thread, where chunks are joined
 constexpr int kCandidates = kMost * kEach;   // how many keys can reach the threshold
 constexpr int kFew = 512;                    // logits that usually do, at most
 
@@ -48,13 +49,13 @@ __device__ inline Sum join(Sum a, Sum b) {
 
 struct TopMemory {
     uint64_t best[kThreads];
+    uint32_t least[kWarps];
     uint64_t candidate[kCandidates];
     uint64_t list[kMost];  // the result, best first; 0 past the last
     uint64_t threshold;
-    uint32_t threshold_value;
     int count;
     bool last;
-    Sum of_warp[kThreads / 32];
+    Sum of_warp[kWarps];
 };
 
 // How many of `count` values are above `mine`; `lanes` neighbours, a power of two, share the count.
@@ -65,17 +66,6 @@ __device__ int count_above(const T* values, int count, T mine, int lanes) {
     for (int j = threadIdx.x % lanes; j < count; j += lanes) above += values[j] > mine;
     for (int d = lanes / 2; d; d /= 2) above += __shfl_xor_sync(~0u, above, d);
     return above;
-}
-
-// The best of each group, a thread's own being `best`; lanes of a group.
-template <typename T>
-__device__ int group_best(T& best, int k, TopMemory& m) {
-    int lanes = k <= kThreads / 8 ? 4 : k <= kThreads / 4 ? 2 : 1;
-    for (int d = lanes / 2; d; d /= 2) best = max(best, __shfl_xor_sync(~0u, best, d));
-    reinterpret_cast<T*>(m.best)[threadIdx.x / lanes] = best;
-    if (threadIdx.x == 0) m.threshold = m.count = 0, m.threshold_value = ~0u;
-    __syncthreads();
-    return lanes;
 }
 
 // visit(i, how many are above) for each of the values. Every thread calls.
@@ -99,50 +89,56 @@ __device__ inline void rank_candidates(int k, TopMemory& m) {
     __syncthreads();
 }
 
-// The k best of the block's keys go to `m.list`; key(i) is the thread's i-th, i < Keys.
-template <int Keys, typename Key>
-__device__ void select(Key key, int k, TopMemory& m) {
-    uint64_t best = 0;
+// A value that k of the block's logits reach, few of them if many do; the thread's best is `best`.
+__device__ inline float common_value(float best, int k, TopMemory& m) {
+    int warp = threadIdx.x / 32, each = ceil_div(k, kWarps), above = 0;
+    uint32_t value = ordered(best), *values = reinterpret_cast<uint32_t*>(m.best) + 32 * warp;
+    values[threadIdx.x % 32] = value;
+    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < Keys; ++i) best = max(best, key(i));
-    int lanes = group_best(best, k, m);
-    if (count_above(m.best, kThreads / lanes, best, lanes) == k - 1) m.threshold = best;
+    for (int j = 0; j < 32; ++j) above += values[j] > value;
+    uint32_t least = __reduce_min_sync(~0u, above < each ? value : ~0u);
+    if (threadIdx.x % 32 == 0) m.least[warp] = least;
+    if (threadIdx.x == 0) m.threshold = m.count = 0;
     __syncthreads();
-    uint64_t threshold = max(m.threshold, uint64_t(1));
 #pragma unroll
-    for (int i = 0; i < Keys; ++i) {
-        uint64_t x = key(i);
-        if (x >= threshold) m.candidate[atomicAdd(&m.count, 1)] = x;
+    for (int w = 0; w < kWarps; ++w) least = min(least, m.least[w]);
+    return value_of(uint64_t(least) << 32);
+}
+
+// The k best of the chunk's logits to `m.list`, of which `threshold` is reached by k. Where very many reach it, which
+// takes equal logits, the threshold is the k-th best of the threads' best keys.
+__device__ inline void select_logits(const float (&x)[kEach], float threshold, int first, int stride, int V, int k,
+                                     TopMemory& m) {
+    auto id_at = [&](int i) { return first + i / 4 * stride + i % 4; };
+    auto add_keys = [&](auto reaches, int most) {
+        int own = 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) own += reaches(i);
+        int at = own ? atomicAdd(&m.count, own) : 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            if (!reaches(i)) continue;
+            if (at < most) m.candidate[at] = key_of(x[i], id_at(i));
+            ++at;
+        }
+        __syncthreads();
+    };
+    add_keys([&](int i) { return x[i] >= threshold && id_at(i) < V; }, kFew);
+    if (m.count > kFew) {
+        auto key = [&](int i) { return id_at(i) < V ? key_of(x[i], id_at(i)) : 0; };
+        uint64_t best = 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) best = max(best, key(i));
+        m.best[threadIdx.x] = best;
+        __syncthreads();
+        if (threadIdx.x == 0) m.count = 0;
+        if (count_above(m.best, kThreads, best, 1) == k - 1) m.threshold = best;
+        __syncthreads();
+        uint64_t least = max(m.threshold, uint64_t(1));
+        add_keys([&](int i) { return key(i) >= least; }, kCandidates);
     }
     rank_candidates(k, m);
-}
-
-// The k-th best of the groups' best values, a thread's own being `best`: no larger than the k-th best of all values.
-__device__ inline float value_threshold(float best, int k, TopMemory& m) {
-    uint32_t value = ordered(best);
-    int lanes = group_best(value, k, m);
-    bool within = count_above(reinterpret_cast<uint32_t*>(m.best), kThreads / lanes, value, lanes) < k;
-    uint32_t least = __reduce_min_sync(~0u, within ? value : ~0u);
-    if (threadIdx.x % 32 == 0) atomicMin(&m.threshold_value, least);
-    __syncthreads();
-    return value_of(uint64_t(m.threshold_value) << 32);
-}
-
-// The same as `select` for logits, whose values alone decide unless too many are equal to the threshold.
-__device__ inline void select_logits(const float (&x)[kEach], float best, int first, int V, int k, TopMemory& m) {
-    auto id_at = [&](int i) { return first + i / 4 * 4 * kThreads + i % 4; };
-    float threshold = value_threshold(best, k, m);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-        if (x[i] >= threshold && id_at(i) < V) {
-            int slot = atomicAdd(&m.count, 1);
-            if (slot < kFew) m.candidate[slot] = key_of(x[i], id_at(i));
-        }
-    }
-    __syncthreads();
-    if (m.count <= kFew) return rank_candidates(k, m);
-    __syncthreads();
-    select<kEach>([&](int i) { return id_at(i) < V ? key_of(x[i], id_at(i)) : 0; }, k, m);
 }
 
 // Whether this block is the last of `blocks` to arrive; then it sees what the others wrote.
@@ -155,9 +151,9 @@ __device__ inline bool last_to_arrive(int32_t* arrived, int blocks, TopMemory& m
     return m.last;
 }
 
-// All lanes get the result.
-__device__ inline Sum join_warp(Sum s) {
-    for (int d = 16; d; d /= 2) s = join(s, {__shfl_xor_sync(~0u, s.top, d), __shfl_xor_sync(~0u, s.sum, d)});
+// All of so many neighbouring lanes get the result.
+__device__ inline Sum join_lanes(Sum s, int lanes = 32) {
+    for (int d = lanes / 2; d; d /= 2) s = join(s, {__shfl_xor_sync(~0u, s.top, d), __shfl_xor_sync(~0u, s.sum, d)});
     return s;
 }
 
@@ -173,10 +169,11 @@ __device__ Four load_four(const T* row, int id, int V, T past) {
 __device__ inline void summarise(const float* row, int V, int chunk, int chunks, int k, uint64_t* keys, Sum* sums,
                                  TopMemory& m) {
     float x[kEach];
-    int first = chunk * kChunk + threadIdx.x * 4;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stride = chunks * 4 * kThreads;
+    int first = (chunk * kThreads + threadIdx.x) * 4;
 #pragma unroll
     for (int i = 0; i < kEach; i += 4) {
-        float4 four = load_four<float4>(row, first + i * kThreads, V, -INFINITY);
+        float4 four = load_four<float4>(row, first + i / 4 * stride, V, -INFINITY);
         x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
     }
     float best = -INFINITY;
@@ -188,30 +185,14 @@ __device__ inline void summarise(const float* row, int V, int chunk, int chunks,
 #pragma unroll
     for (int i = 0; i < kEach; ++i) own.sum += __expf(x[i] - shift);
     for (int d = 16; d; d /= 2) own.sum += __shfl_xor_sync(~0u, own.sum, d);
-    if (threadIdx.x % 32 == 0) m.of_warp[threadIdx.x / 32] = own;
-    select_logits(x, best, first, V, k, m);
+    if (lane == 0) m.of_warp[warp] = own;
+    float threshold = common_value(best, k, m);
+    if (warp == kWarps - 1) {
+        own = join_lanes(m.of_warp[lane % kWarps], kWarps);
+        if (lane == 0) sums[chunk] = own;
+    }
+    select_logits(x, threshold, first, stride, V, k, m);
     if (threadIdx.x < k) keys[threadIdx.x * chunks + chunk] = m.list[threadIdx.x];
-    if (threadIdx.x == 0) {
-        for (int w = 1; w < kThreads / 32; ++w) own = join(own, m.of_warp[w]);
-        sums[chunk] = own;
-    }
-}
-
-// The chunks of a row joined: its k best keys in `m.list`; every thread gets the row's exponentials. Lists lie rank by
-// rank, so that the best keys are far apart among the threads.
-__device__ inline Sum gather(const uint64_t* keys, const Sum* sums, int chunks, int k, TopMemory& m) {
-    uint64_t held[kListed];
-#pragma unroll
-    for (int i = 0; i < kListed; ++i) {
-        int at = threadIdx.x + i * kThreads;
-        held[i] = at < chunks * k ? __ldcg(keys + at) : 0;
-    }
-    int lane = threadIdx.x % 32;
-    Sum own{-INFINITY, 0};
-    if (lane < chunks) own = {__ldcg(&sums[lane].top), __ldcg(&sums[lane].sum)};
-    Sum whole = join_warp(own);
-    select<kListed>([&](int i) { return held[i]; }, k, m);
-    return whole;
 }
 
 }  // namespace kimi_fx::round
