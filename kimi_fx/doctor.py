@@ -206,7 +206,7 @@ def steps(case: Case) -> str | None:
     """Which compiled steps the artefact store has, and why it lacks others."""
     if case.planned:
         return None
-    if not wanted(case.config, case.device):
+    if not wanted(case.config, case.device, case.dtype):
         return "not compiled, every operator is called (run.compile)"
     ask, model = case.ask()
     loaded = Loaded(None, model, case.device, case.dtype, Text(None, None, (), {}))

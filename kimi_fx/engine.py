@@ -49,7 +49,7 @@ class Engine:
         self.config, self.loaded, self.model = config, loaded, loaded.model
         self.max_len = longest(config, self.model)
         self.plan = plan(config, self.model, config.step.mode, config.step.budget)
-        self.rounds = Rounds(config, loaded, self.plan) if wanted(config, loaded.device) else None
+        self.rounds = Rounds(config, loaded, self.plan) if wanted(config, loaded.device, loaded.dtype) else None
         way = "compiled" if self.rounds else "reference" if loaded.model.ops is REFERENCE else "kernels"
         self.backend = f"{loaded.device.type} {way}"
         if loaded.params is None:

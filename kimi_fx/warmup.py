@@ -18,10 +18,8 @@ from .checkpoint.shards import local
 from .compose import load_config
 from .engine import Engine
 from .graphs.params import Params, drafter_plan, target_plan
-from .graphs.state import Shape, slots
 from .runtime.build import load_kernels
 from .runtime.builders import build_all
-from .runtime.compiled import example
 from .runtime.load import Loaded, load
 from .runtime.rounds import Rounds, clock
 
@@ -56,11 +54,7 @@ def command(overrides: Sequence[str]) -> int:
 def run_all(engine: Engine, rounds: Rounds, params: Params) -> None:
     """Every bucket over the engine's own buffers, its slots idle."""
     for bucket in rounds.buckets:
-        _, _, idle, *rest = example(bucket, params, rounds.model)
-        arguments = (params, engine.pool, slots(engine.state, len(idle.anchor)), *rest)
-        rounds.step(bucket, arguments)(*arguments)
-        if isinstance(bucket, Shape):
-            rounds.call(bucket, params, engine.pool, engine.state)()
+        rounds.call(bucket, params, engine.pool, engine.state)()
 
 
 def random_weights(ready: Loaded, mesh: DeviceMesh | None) -> Params:

@@ -8,15 +8,17 @@ step of all; where they share a folder one of them builds and the others wait fo
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..config import Config
 from ..graphs.params import Params
+from ..graphs.pytree import tree_map
 from ..graphs.state import Emitted, KVPool, Shape, StepState, slots
 from ..ops import KERNELS
 from ..request import Plan
@@ -32,11 +34,28 @@ from .store import Store, told
 FIXED, PER_LAYER = 5.0, 1.0  # seconds that compiling takes on a server
 
 
-def wanted(config: Config, device: torch.device) -> bool:
+def wanted(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether steps run compiled. Raises ValueError where that was asked for and cannot be."""
     if config.run.compile and config.ops == "reference":
         raise ValueError("run.compile=true compiles the operators' kernels and ops=reference avoids them: choose one.")
-    return device.type == "cuda" and config.ops == "auto" if config.run.compile is None else config.run.compile
+    if config.run.compile is None:
+        return recorded(device, dtype) and config.ops == "auto"
+    return config.run.compile
+
+
+def recorded(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether compiled steps become CUDA graphs. In fp32 some operators have no kernel, and wait for the host."""
+    return device.type == "cuda" and dtype == torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a prefill takes beside weights and pool."""
+
+    row: StepState  # of one slot
+    tokens: Tensor  # [1, C] i64
+    count: Tensor  # [1] i64
+    final: Tensor  # [1] bool
 
 
 class Rounds:
@@ -47,10 +66,11 @@ class Rounds:
         self.buckets = buckets(config, self.model, plan)
         with told("in the user's cache"):
             self.store = Store(cache_folder(), ingredients(self.model, loaded.dtype, loaded.device))
-        self.graphs = Graphs(loaded.device) if loaded.device.type == "cuda" else None
+        self.graphs = Graphs(loaded.device) if recorded(loaded.device, loaded.dtype) else None
         self.may_build = not config.run.require_warm
         self.steps: dict[Bucket, Step] = {}
-        self.calls: dict[Shape, Callable[[], Any]] = {}  # over the engine's own buffers
+        self.calls: dict[Bucket, Callable[[], Any]] = {}  # over buffers that stay where they are
+        self.prompts: dict[Chunk, Prompt] = {}  # a prefill's own buffers, as any slot may have it
         self.ranks: Ranks | None = None  # once this process is one of several
         if not self.may_build and (cold := self.cold()):
             raise ValueError(f"run.require_warm=true, but {self.lack(cold)}: run kimi-fx warmup with these settings.")
@@ -61,22 +81,35 @@ class Rounds:
         bucket = fit(shape, self.buckets)
         return bucket and self.call(bucket, params, pool, state)()
 
-    def call(self, bucket: Shape, params: Params, pool: KVPool, state: StepState) -> Callable[[], Any]:
-        """The bucket's round over these buffers, always the same ones."""
+    def call(self, bucket: Bucket, params: Params, pool: KVPool, state: StepState) -> Callable[[], Any]:
+        """The bucket's step over these buffers, always the same ones; a prefill's row and tokens are its own."""
         if bucket not in self.calls:
-            arguments = (params, pool, slots(state, bucket.batch), bucket, self.model)
+            arguments = self.arguments(bucket, params, pool, state)
             call = partial(self.step(bucket, arguments), *arguments)
             self.calls[bucket] = self.graphs.capture(call) if self.graphs else call
         return self.calls[bucket]
 
+    def arguments(self, bucket: Bucket, params: Params, pool: KVPool, state: StepState) -> Arguments:
+        """What the bucket's step is called with from now on."""
+        if isinstance(bucket, Shape):
+            return params, pool, slots(state, bucket.batch), bucket, self.model
+        tokens = torch.zeros(1, bucket.tokens, dtype=torch.int64, device=state.anchor.device)
+        count = tokens.new_ones(1)
+        prompt = Prompt(tree_map(torch.clone, slots(state, 1)), tokens, count, count == 0)
+        self.prompts[bucket] = prompt
+        return params, pool, *vars(prompt).values(), self.model
+
     def prefill(self, params: Params, pool: KVPool, row: StepState, tokens: Sequence[int], final: bool) -> Emitted:
         """One chunk of one slot's prompt."""
-        bucket, device = fit(Chunk(len(tokens)), self.buckets), row.anchor.device
+        bucket = fit(Chunk(len(tokens)), self.buckets)
         assert bucket is not None  # no chunk is longer than run.chunk
-        padded = torch.tensor([[*tokens, *[0] * (bucket.tokens - len(tokens))]], device=device)
-        count, last = torch.tensor([len(tokens)], device=device), torch.tensor([final], device=device)
-        arguments = (params, pool, row, padded, count, last, self.model)
-        _, emitted = self.step(bucket, arguments)(*arguments)
+        call, prompt = self.call(bucket, params, pool, row), self.prompts[bucket]
+        tree_map(Tensor.copy_, prompt.row, row)
+        prompt.tokens[0, : len(tokens)] = torch.tensor(tokens, device=prompt.tokens.device)
+        prompt.count.fill_(len(tokens))
+        prompt.final.fill_(final)
+        _, emitted = call()
+        tree_map(Tensor.copy_, row, prompt.row)
         return emitted
 
     def load_all(self, params: Params, pool: KVPool, state: StepState) -> None:
@@ -86,10 +119,8 @@ class Rounds:
             takes = f"takes about {clock(self.pace())}, or ahead by kimi-fx warmup"
             self.say(f"{self.lack(cold)}: each is compiled when first needed and {takes}.")
         for bucket in self.buckets:
-            if isinstance(bucket, Shape) and bucket not in cold:
+            if bucket not in cold:
                 self.call(bucket, params, pool, state)
-            elif bucket not in cold:
-                self.step(bucket, (params, pool, slots(state, 1)))
 
     def step(self, bucket: Bucket, arguments: Arguments) -> Step:
         """The bucket's function, which takes arguments like these."""
