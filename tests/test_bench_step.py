@@ -27,6 +27,7 @@ from kimi_fx.graphs.pytree import tree_leaves
 from kimi_fx.graphs.state import Model, Shape
 from kimi_fx.graphs.step import ddtree_step
 from kimi_fx.ops import KERNELS
+from kimi_fx.runtime.compiled import signature
 
 CARD = Rates(copy=4.3e12, read=4.3e12, matmul=790e12)
 TINY = TargetModel(
@@ -137,6 +138,20 @@ def test_router_bias_gives_the_chances(kind: str) -> None:
         assert hits == pytest.approx(expected_hits(chance, tokens), rel=0.03)
 
 
+def test_a_round_reads_as_many_experts_as_its_routing_says() -> None:
+    """Its nodes hold different tokens, and hidden states are as independent as they are in every layer."""
+    t = replace(TINY, layers=8, D=512, E=384, K=8, V=8192, H=4, L=64, q_lora=64)
+    model = Model(t, replace(TINY_DRAFTER, D=512, mask_id=8191), KERNELS)
+    with torch.no_grad():
+        room, device = rank.Room(1, 18, 18), torch.device("cpu")
+        one = rank.make_rank(load_config(["run.nodes=[64]"]), model, room, device, torch.float32)
+        rank.seat_all(one.state, 1, 1000, 64, torch.arange(18).int())
+        for kind in ("uniform", "zipf"):
+            chance = chances(kind, t.E, t.K)
+            rank.set_router_bias(one.params, router_bias(chance, rank.INIT * t.D**0.5))
+            assert step.experts_hit(one, shape(64)) == pytest.approx(expected_hits(chance, 64), rel=0.03)
+
+
 def test_zipf_chances() -> None:
     """Drawn without return, by hand: of three experts with chances 6, 3, 2 of 11, two chosen, the first is left out
     with 3/11 * 2/8 + 2/11 * 3/9; the race gives nearly that. Fewer distinct experts than evenly."""
@@ -220,19 +235,24 @@ def test_cells() -> None:
 def flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """Cells of the tiny pair; what is called for a replay is the traced function, each taking 0.1 ms."""
     monkeypatch.setenv("KIMI_FX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kimi_fx.runtime.rounds, "compile_step", lambda *_: b"code")
+
+    def compile_step(_: Any, idle: Any, __: Path) -> tuple[bytes, dict[str, Any]]:
+        return b"code", {"seconds": 1.0, "arguments": signature(idle)}
+
+    monkeypatch.setattr(kimi_fx.runtime.rounds, "compile_step", compile_step)
     monkeypatch.setattr(kimi_fx.runtime.rounds, "load_step", lambda *_: ddtree_step)
 
     def median(replay: Callable[[], object]) -> float:
         replay()
         return step.ROUNDS * 1e-4
 
-    def traced(replay: Callable[[], object]) -> list[Kernel]:
+    def traced(replay: Callable[[], object]) -> tuple[list[Kernel], float]:
         replay()
-        return REPLAY
+        return REPLAY, 1.5e-5
 
     monkeypatch.setattr(step, "median", median)
     monkeypatch.setattr(step, "traced", traced)
+    monkeypatch.setattr(step, "copied", lambda flight: flight)
 
     def measured(target: TargetModel = TINY, **words: list[str]) -> list[dict[str, Any]]:
         cells, acceptance = step.chosen(words)
@@ -248,9 +268,11 @@ def test_the_whole_flow(flow: Callable[..., list[dict[str, Any]]], capsys: Any) 
     found = flow(**words, routing=["uniform", "zipf"])
     assert len(found) == 16
     said = capsys.readouterr().err
+    assert said.count("2 rounds loaded and captured in") == 2
     assert said.count("compiling round-") == 4  # one for each batch and nodes, whatever the context and the routing
     for cell in found:
-        assert cell["us"] == pytest.approx(100) and cell["over floor"] == pytest.approx(100 / cell["floor us"])
+        assert cell["us"] == pytest.approx(100) and cell["idle us"] == pytest.approx(15)
+        assert cell["over floor"] == pytest.approx(100 / cell["floor us"])
         assert sum(cell[f"{part} us"] for part in work.PARTS) == pytest.approx(100)
         assert sum(cell[f"{part} floor us"] for part in work.PARTS) == pytest.approx(cell["floor us"])
         assert cell["tokens/s"] == pytest.approx(cell["batch"] * (2.5 if cell["nodes"] > 1 else 1) * 1e4)
@@ -280,7 +302,7 @@ def test_lines_and_picture(flow: Callable[..., list[dict[str, Any]]], capsys: An
     each = step.each_line(iter(cells), lines.append)
     assert next(each) == json.loads(lines[0]) and len(lines) == 1
     assert [json.loads(line) for line in [lines[0], *map(json.dumps, each)]] == cells
-    assert "batch 1, 8 nodes, 70 tokens, zipf: 0.10 ms" in capsys.readouterr().err
+    assert "batch 1, 8 nodes, 70 tokens, zipf: 0.10 ms" in (said := capsys.readouterr().err) and "15.0 us idle" in said
     root = ElementTree.fromstring(step.picture(cells))
     assert len([e for e in root if e.tag.endswith("rect")]) == 2 * 2 * 7
     texts = [e.text for e in root if e.tag.endswith("text")]

@@ -5,6 +5,7 @@ and the width of the page table left open. A loaded function has their signature
 `signature` is compared once. All runs under `no_grad`; a compiled function refuses tensors of `inference_mode`.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,10 +26,12 @@ Arguments = tuple[Any, ...]  # params, pool, state, and the rest of what a step 
 PAGES, TABLE = 5, 3  # of an example: a size is only left open if it is neither 0 nor 1 nor equal to another
 
 
-def compile_step(bucket: Bucket, arguments: Arguments, kernels: Path) -> bytes:
-    """The bucket's function, traced with these arguments; its kernels go into the folder."""
+def compile_step(bucket: Bucket, arguments: Arguments, kernels: Path) -> tuple[bytes, dict[str, Any]]:
+    """The bucket's function, traced with these arguments, and what the store should note of it: seconds it took, and
+    what it relies on. Its kernels go into the folder."""
     from torch._inductor.utils import clear_caches
 
+    start = time.monotonic()
     traced = step.prefill_step if isinstance(bucket, Chunk) else step.ddtree_step
     options: Any = {"guard_filter_fn": no_guards, "cpp.dynamic_threads": True}
     with building_in(kernels), torch._dynamo.config.patch(enable_aot_compile=True):
@@ -37,7 +40,8 @@ def compile_step(bucket: Bucket, arguments: Arguments, kernels: Path) -> bytes:
         for leaf in opened(arguments):
             torch._dynamo.mark_dynamic(leaf, 1)
         function = compiled.aot_compile((arguments, {}))
-        return type(function).serialize(function).serialized_data
+        code = type(function).serialize(function).serialized_data
+    return code, {"seconds": round(time.monotonic() - start, 1), "arguments": signature(arguments)}
 
 
 def load_step(file: Path, arguments: Arguments, kernels: Path) -> Step:
