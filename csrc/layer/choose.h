@@ -23,12 +23,11 @@ __device__ inline float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
 __host__ __device__ inline int rounded(int experts) { return (experts + 31) / 32 * 32; }
 
-// For a warp, K times the greatest of all keys; nothing is written unless `real`. `keys`: [E rounded up to 32], of which
-// each lane has every 32nd.
-__device__ inline void choose_experts(const RouteParams& p, int token, uint64_t* keys, bool real) {
+// For a warp, K times the greatest of all keys. `keys`: [E rounded up to 32], of which each lane has every 32nd.
+__device__ inline void choose_experts(const RouteParams& p, int token, uint64_t* keys) {
     constexpr int kAtOnce = 12;
     int lane = threadIdx.x % 32;
-    const float* logits = real ? p.logits + int64_t(token) * p.E : p.bias;
+    const float* logits = p.logits + int64_t(token) * p.E;
     uint64_t best = 0, mine = 0;
     float2* both = reinterpret_cast<float2*>(keys);
 #pragma unroll 1
@@ -59,23 +58,20 @@ __device__ inline void choose_experts(const RouteParams& p, int token, uint64_t*
 #pragma unroll 2
         for (int e = lane; e < p.E; e += 32) best = max(best, keys[e]);
     }
-    bool valid = real && p.valid[token], mark = lane < p.K;
-    float score = valid && mark ? sigmoid(logits[~uint32_t(mine)]) : 0.f, sum = 1e-20f;
+    bool real = p.valid[token], mark = lane < p.K;
+    float score = real && mark ? sigmoid(logits[~uint32_t(mine)]) : 0.f, sum = 1e-20f;
 #pragma unroll 1
     for (int k = 0; k < p.K; ++k) sum += __shfl_sync(~0u, score, k);
-    if (!mark || !real) return;
-    p.ids[token * p.K + lane] = valid ? int(~uint32_t(mine)) : -1;
+    if (!mark) return;
+    p.ids[token * p.K + lane] = real ? int(~uint32_t(mine)) : -1;
     p.weights[token * p.K + lane] = score / sum * p.scale;
 }
 
 // For a whole block, the only one. `visits`: [E + 1, kWords] zero, a bit a token; padding visits E. `starts`: [E + 1]
-__device__ inline void list_pairs(const RouteParams& p, uint32_t* visits, int* starts, bool real) {
+__device__ inline void list_pairs(const RouteParams& p, uint32_t* visits, int* starts) {
     __shared__ int of_warps[kThreads / 32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pairs = p.T * p.K;
-    auto expert = [&](int pair) {
-        uint32_t id = real ? p.ids[pair] : 0;
-        return min(id, static_cast<uint32_t>(p.E));
-    };
+    auto expert = [&](int pair) { return min(static_cast<uint32_t>(p.ids[pair]), static_cast<uint32_t>(p.E)); };
 #pragma unroll 1
     for (int pair = threadIdx.x; pair < pairs; pair += kThreads) {
         int token = pair / p.K;
@@ -106,16 +102,14 @@ __device__ inline void list_pairs(const RouteParams& p, uint32_t* visits, int* s
     for (int w = 0; w < warp; ++w) upto += of_warps[w];
 #pragma unroll 1
     for (int e = first, start = upto - mine; e < last; ++e) {
-        starts[e] = start;
-        if (real) p.offsets[e] = start;
+        starts[e] = p.offsets[e] = start;
         start += visitors(e, kMostTokens);
     }
     __syncthreads();
 #pragma unroll 1
     for (int pair = threadIdx.x; pair < pairs; pair += kThreads) {
         int e = expert(pair), token = pair / p.K, before = visitors(e, token);
-        int at = starts[e] + (e < p.E ? before : before * p.K + pair % p.K);
-        if (real) p.order[at] = pair;
+        p.order[starts[e] + (e < p.E ? before : before * p.K + pair % p.K)] = pair;
     }
 }
 

@@ -35,7 +35,7 @@ struct Heads : Plain {
     template <class T>
     __device__ void finish(int tile, int token, int row, float, const Total<T>& total) const {
         int head = tile / tiles_of_head<T>(), at = tile % tiles_of_head<T>() * T::kRows + row;
-        if (at < p.rows) store_four(p.out + (int64_t(token) * p.H + head) * p.pitch + at, total(row), total.real);
+        if (at < p.rows) store_four(p.out + (int64_t(token) * p.H + head) * p.pitch + at, total(row));
     }
 };
 

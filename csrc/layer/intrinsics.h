@@ -12,15 +12,12 @@ namespace kimi_fx::layer {
 
 // ---- order of kernels ----
 
-__device__ inline void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-    ptx::let_next_kernel_start();
-#endif
-}
-
+// The next kernel's blocks then start beside this one's, and fill their rings. Any earlier they would take room and
+// memory's time from the kernel before.
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     ptx::wait_for_previous_kernel();
+    ptx::let_next_kernel_start();
 #endif
 }
 
@@ -58,36 +55,6 @@ __device__ inline void wait_for_groups(int open) {
         case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
         default: asm volatile("cp.async.wait_group 6;" ::: "memory");
     }
-}
-
-// ---- what a pass that only fetches code goes through without effect ----
-
-// The predicate is within: what leads up to the access is worked out in any case.
-__device__ inline void store_if(bool real, void* to, uint2 v) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.v2.b32 [%0], {%1, %2};\n}" ::"l"(to), "r"(v.x),
-                 "r"(v.y), "r"(int(real))
-                 : "memory");
-}
-
-__device__ inline void store_if(bool real, void* to, float4 v) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.f32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
-                 "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(int(real))
-                 : "memory");
-}
-
-__device__ inline uint2 load_if(bool real, const void* from) {
-    uint2 v;
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
-                 "@p ld.global.v2.b32 {%0, %1}, [%2];\n}"
-                 : "=&r"(v.x), "=&r"(v.y)
-                 : "l"(from), "r"(int(real)));
-    return v;
-}
-
-// Not to be foreseen by the compiler, which would make two loops of one.
-__device__ inline int opaque(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
 }
 
 // ---- counters that blocks of one kernel share ----

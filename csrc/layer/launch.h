@@ -33,7 +33,8 @@ int count_blocks(const Op& op) {
 
 template <class T, class Op>
 int shared_bytes(const Op& op) {
-    return std::max({16 * op.shape.stages * T::kStage, 4 * T::kSums, op.room()});
+    int steps = (count_steps<T>(op) + op.shape.splits - 1) / op.shape.splits;
+    return std::max({16 * std::min(op.shape.stages, steps) * T::kStage, 4 * T::kSums, op.room()});
 }
 
 template <class Kernel, class... Given>
@@ -45,15 +46,13 @@ cudaError_t launch_blocks(Kernel kernel, int blocks, int cluster, int shared, co
     return launch_in_clusters(kernel, blocks, kThreads, shared, cluster, chip.arch, chip.stream, arguments...);
 }
 
-// The ring holds all of a block's steps or what there is room for; where tokens are few, one that is free at first.
 template <class T, class Op>
-void plan(Op& op, const Chip& chip, bool split = true) {
-    int steps = count_steps<T>(op), ring = T::kTokens > kFew ? std::max(kRing, chip.shared - kSpare) : kRing;
+void plan(Op& op, const Chip& chip) {
+    bool two = T::kTogether == 2 && 2 * kRing <= chip.shared;
     op.shape.tiles = op.template count_tiles<T>();
-    int blocks = chip.blocks * (T::kTokens <= kFew && 2 * kRing <= chip.shared ? 2 : 1);
-    op.shape.splits = split ? choose_splits(op.shape.tiles, steps, blocks, chip) : 1;
-    int most = (steps + op.shape.splits - 1) / op.shape.splits + (T::kTokens <= kFew);
-    op.shape.stages = std::max(2, std::min({ring / (16 * T::kStage), kMostStages, most}));
+    op.shape.splits = choose_splits(op.shape.tiles, count_steps<T>(op), chip.blocks * (two ? T::kSharing : 1), chip);
+    int ring = T::kTogether == 2 ? kRing : std::max(kRing, chip.shared - kSpare);
+    op.shape.stages = std::min(ring / (16 * T::kStage), kMostStages);
 }
 
 template <class T, class Op>
@@ -66,7 +65,8 @@ cudaError_t launch_tile(Op op, const Chip& chip) {
 template <class T1, class T2, class Op1, class Op2>
 cudaError_t launch_tiles(Op1 one, Op2 two, const Chip& chip) {
     plan<T1>(one, chip);
-    plan<T2>(two, chip, false);
+    plan<T2>(two, chip);
+    two.shape.splits = 1;
     two.awaited = one.shape.tiles * one.shape.splits;
     int splits = one.shape.splits, blocks = count_blocks<T1>(one);
     int all = blocks + (two.shape.tiles + splits - 1) / splits * splits;
@@ -79,17 +79,20 @@ inline bool worth_wide_tiles(int rows, const Chip& chip) {
     return chip.arch >= 90 && rows >= chip.blocks * 128 / kMostSplits && rows <= chip.blocks * 64;
 }
 
-// `Few`, `Some` and `Many` are the rows of a tile at up to 8, up to 16 and over 32 tokens: 16, 32 and 128 where inputs
-// are many, else 64.
-template <int Few, int Some, int Many, class Op>
+// `Few` and `Some` are the rows of a tile at up to 8 and up to 16 tokens: 16 and 32 where inputs are many, else 64.
+// `Together`: blocks of a multiprocessor at more, two where tiles may be many; these may then have 128 rows.
+template <int Few, int Some, int Together, class Op>
 cudaError_t launch(const Op& op, const Chip& chip) {
+    constexpr int kMany = Together == 2 ? 128 : 64;
     int T = op.shape.T;
     if (T <= 8) return launch_tile<Tile<8, Few>>(op, chip);
     if (T <= 16) return launch_tile<Tile<16, Some>>(op, chip);
-    if (T <= 32) return launch_tile<Tile<32, 64>>(op, chip);
-    bool wide = Many > 64 && worth_wide_tiles(op.template count_tiles<Tile<64, 64>>() * 64, chip);
-    if (T <= 64) return wide ? launch_tile<Tile<64, Many>>(op, chip) : launch_tile<Tile<64, 64>>(op, chip);
-    return wide ? launch_tile<Tile<128, Many>>(op, chip) : launch_tile<Tile<128, 64>>(op, chip);
+    if (T <= 32) return launch_tile<Tile<32, 64, Together>>(op, chip);
+    bool wide = Together == 2 && worth_wide_tiles(op.template count_tiles<Tile<64, 64>>() * 64, chip);
+    if (T <= 64) {
+        return wide ? launch_tile<Tile<64, kMany, Together>>(op, chip) : launch_tile<Tile<64, 64, Together>>(op, chip);
+    }
+    return wide ? launch_tile<Tile<128, kMany, Together>>(op, chip) : launch_tile<Tile<128, 64, Together>>(op, chip);
 }
 
 // The first has many inputs, the second few.

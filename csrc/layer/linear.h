@@ -32,11 +32,11 @@ struct LinearAdd : Rows {
     float* squares;
 
     template <class T>
-    __device__ float4 added(int tile, int token, int row, bool real) const {
+    __device__ float4 added(int tile, int token, int row) const {
         int64_t at = int64_t(token) * rows + min(tile * T::kRows + row, rows - 4);
         float4 sum = make_float4(0, 0, 0, 0);
-        if (residual) add(sum, four_of(load_if(real, residual + at)));
-        if (other) add(sum, four_of(load_if(real, other + at)));
+        if (residual) add(sum, load_four(residual + at));
+        if (other) add(sum, load_four(other + at));
         return sum;
     }
 
@@ -49,13 +49,13 @@ struct LinearAdd : Rows {
         float4 sum = make_float4(0, 0, 0, 0);
         if (real) {
             sum = total(row);
-            store_four(out + at, sum, total.real);
+            store_four(out + at, sum);
         }
         if (squares == nullptr) return;
         float square = squares_of_rounded(sum);
         // Sixteen lanes have a token's 64 rows
         for (int d = 8; d; d /= 2) square += __shfl_xor_sync(0xffffu << (lane & 16), square, d);
-        if (lane % 16 == 0 && total.real) squares[token * shape.tiles + tile] = square;
+        if (lane % 16 == 0) squares[token * shape.tiles + tile] = square;
     }
 };
 

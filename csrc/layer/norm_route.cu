@@ -57,7 +57,7 @@ struct Route : Plain {
         int past = tile - router_tiles<T>();
         if (past >= 0) return finish_gate_up<T>(p.shared + int64_t(token) * p.I, past, row, p.I, 1, total);
         int expert = tile * T::kRows + row;
-        if (expert < p.E) store_four(p.logits + int64_t(token) * p.E + expert, total(row), total.real);
+        if (expert < p.E) store_four(p.logits + int64_t(token) * p.E + expert, total(row));
     }
 
     template <class T>
@@ -68,8 +68,7 @@ struct Route : Plain {
     __host__ __device__ int extras() const { return (p.T + kWarps - 1) / kWarps; }
     int room() const { return 20 * (p.E + 1) + 4 + 8 * kWarps * rounded(p.E); }
 
-    // A warp a token. The first pass changes nothing: it fetches the code while there is nothing else to do, since no
-    // multiprocessor is likely to have it.
+    // A warp a token.
     template <class T>
     __device__ void extra(int block, uint4* ring) const {
         uint32_t* visits = reinterpret_cast<uint32_t*>(ring);
@@ -77,27 +76,16 @@ struct Route : Plain {
         uint64_t* keys = reinterpret_cast<uint64_t*>(starts + (p.E + 2) / 2 * 2);
         int warp = threadIdx.x / 32, token = block * kWarps + warp;
 #pragma unroll 1
-        for (int pass = 0; pass < 2; ++pass) {
-            bool real = pass > 0;
-#pragma unroll 1
-            for (int i = threadIdx.x; i < (p.E + 1) * kWords; i += kThreads) visits[i] = 0;
-            if (real) {
-                wait_for_previous_kernel();
-                if (token < p.T) write_h(token);
-                wait_until(p.counters, router_tiles<T>() * shape.splits);
-            }
-            if (token < p.T) choose_experts(p, token, keys + warp * rounded(p.E), real);
-            if (real && !arrive(p.counters + 1, extras())) return;
-            __syncthreads();
-            list_pairs(p, visits, starts, real);
-            __syncthreads();
+        for (int i = threadIdx.x; i < (p.E + 1) * kWords; i += kThreads) visits[i] = 0;
+        if (token < p.T) {
+            int64_t at = int64_t(token) * p.D;
+            scale_row<4>(p.h + at, p.x + at, p.norm, p.D, scale<32>(token), threadIdx.x % 32, 32);
         }
+        wait_until(p.counters, router_tiles<T>() * shape.splits);
+        if (token < p.T) choose_experts(p, token, keys + warp * rounded(p.E));
+        if (!arrive(p.counters + 1, extras())) return;
         if (threadIdx.x < 2) p.counters[threadIdx.x] = 0;
-    }
-
-    __device__ void write_h(int token) const {
-        int64_t at = int64_t(token) * p.D;
-        scale_row<4>(p.h + at, p.x + at, p.norm, p.D, scale<32>(token), threadIdx.x % 32, 32);
+        list_pairs(p, visits, starts);
     }
 };
 
@@ -107,7 +95,7 @@ cudaError_t launch_norm_route(const RouteParams& p, const Chip& chip) {
     Route op;
     op.shape = {p.T, p.D, 0, 0, 0, p.eps};
     op.p = p;
-    return launch<16, 32, 64>(op, chip);
+    return launch<16, 32, 1>(op, chip);
 }
 
 }  // namespace kimi_fx::layer

@@ -33,10 +33,10 @@ struct QUp : Plain {
         int64_t of = int64_t(token) * p.H + head;
         int turned = column - p.nope_width;
         if (turned < 0) {
-            store_four(p.nope + of * p.nope_width + column, sum, total.real);
+            store_four(p.nope + of * p.nope_width + column, sum);
         } else {
             sum = rotate(sum, p.cos + token * p.R + turned, p.sin + token * p.R + turned);
-            store_four(p.q + of * (p.L + p.R) + p.L + turned, sum, total.real);
+            store_four(p.q + of * (p.L + p.R) + p.L + turned, sum);
         }
     }
 
@@ -44,7 +44,6 @@ struct QUp : Plain {
     template <class T>
     __device__ void extra(int block, uint4*) const {
         int lane = threadIdx.x % 32, token = block * kWarps + int(threadIdx.x / 32);
-        wait_for_previous_kernel();
         if (token >= p.T) return;
         const __nv_bfloat16* latent = p.x + int64_t(token) * (p.q_lora + p.L + p.R) + p.q_lora;
         __nv_bfloat16* to = p.rows + int64_t(token) * (p.L + p.R);

@@ -24,19 +24,21 @@ struct Place {
 template <class T, class Op>
 struct Weights {
     static constexpr int kAcross = Op::kTransposed ? T::kRows / 8 : T::kAcross, kOwn = T::kWeights / kThreads;
-    const __nv_bfloat16* from[kOwn];
-    int64_t stride;  // from step to step
+    const __nv_bfloat16* tile_at;
+    int from[kOwn];  // beyond there
+    int stride;      // from step to step
     int k;           // input of the first in a step
 
     __device__ Weights(const Op& op, int tile) {
         Place<kAcross> first(threadIdx.x);
         k = Op::kTransposed ? first.row : 8 * first.along;
-        stride = op.template weight<T>(tile, 0, T::kStep) - op.template weight<T>(tile, 0, 0);
+        tile_at = op.template weight<T>(tile, 0, 0);
+        stride = op.template weight<T>(tile, 0, T::kStep) - tile_at;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
             Place<kAcross> place(threadIdx.x + i * kThreads);
-            from[i] = Op::kTransposed ? op.template weight<T>(tile, 8 * place.along, place.row)
-                                      : op.template weight<T>(tile, place.row, k);
+            from[i] = (Op::kTransposed ? op.template weight<T>(tile, 8 * place.along, place.row)
+                                       : op.template weight<T>(tile, place.row, k)) - tile_at;
         }
     }
 
@@ -45,7 +47,7 @@ struct Weights {
         for (int i = 0; i < kOwn; ++i) {
             Place<kAcross> place(threadIdx.x + i * kThreads);
             int own = step * T::kStep + k + (Op::kTransposed ? i * (kThreads / kAcross) : 0);
-            copy_once(stage + place.swizzled(), from[i] + step * stride, own < op.shape.inputs, policy);
+            copy_once(stage + place.swizzled(), tile_at + from[i] + step * stride, own < op.shape.inputs, policy);
         }
     }
 };
@@ -64,7 +66,7 @@ __device__ void for_each_vector(F f) {
 template <class T, class Op>
 struct Tokens {
     const __nv_bfloat16* from;
-    int64_t pitch;  // between two of this thread's
+    int pitch;  // between two of this thread's
     int k;
 
     __device__ Tokens(const Op& op, int tile) {

@@ -15,8 +15,7 @@
 //                    1 / rms joins the sums; where `kEarly`, `scale(token)` gives 1 / rms before and joins there,
 //                    `Lanes` threads a token
 //   finish           four neighbouring sums of a token are complete, with what `added` gave before
-//   extras, extra    how many blocks follow those of tiles, and what each does, in shared memory of `room` bytes;
-//                    it waits for the kernel before itself
+//   extras, extra    how many blocks follow those of tiles, and what each does, in shared memory of `room` bytes
 //   ready, done      what a tile's block waits for before it reads tokens, and what it does when its sums are stored
 //
 // Two products may share a launch, the second reading what the first wrote: its blocks fill their rings, then wait for
@@ -46,7 +45,7 @@ struct Plain {
         return 1;
     }
     template <class T>
-    __device__ float4 added(int, int, int, bool) const {
+    __device__ float4 added(int, int, int) const {
         return make_float4(0, 0, 0, 0);
     }
     __device__ void ready() const {}
@@ -76,31 +75,21 @@ __device__ float inverse_rms_of(const Op& op, const float2* squares) {
 
 // What is added to the next sums is under way while these are finished.
 template <class T, class Op>
-__device__ void finish_tokens(const Op& op, int tile, int rank, const float* sums, const float* squares, bool real) {
+__device__ void finish_tokens(const Op& op, int tile, int rank, const float* sums, const float* squares) {
     constexpr unsigned kAcross = T::kRows / 4;
     constexpr int kApart = kThreads / kAcross;  // tokens
     int share = T::kTokens / op.shape.splits, first = rank * share, last = min(first + share, op.shape.T) - 1;
     int row = threadIdx.x % kAcross * 4, token = first + int(threadIdx.x / kAcross);
     if (token > last) return;
-    float4 next = op.template added<T>(tile, token, row, real);
+    float4 next = op.template added<T>(tile, token, row);
 #pragma unroll 1
     for (; token <= last; token += kApart) {
-        Total<T> total{sums, next, token, op.shape.splits, real};
-        next = op.template added<T>(tile, min(token + kApart, last), row, real);
+        Total<T> total{sums, next, token, op.shape.splits};
+        next = op.template added<T>(tile, min(token + kApart, last), row);
         bool late = !Op::kEarly && op.norm() != nullptr;
         float scale = late ? inverse_rms_of(op, reinterpret_cast<const float2*>(squares) + token) : 1.f;
         op.template finish<T>(tile, token, row, scale, total);
     }
-}
-
-// 1 / rms of every token, by several threads each.
-template <class T, class Op>
-__device__ void scale_tokens(const Op& op, float* scales) {
-    constexpr int kLanes = kThreads / T::kTokens;
-    int token = threadIdx.x / kLanes;
-    float scale = op.template scale<kLanes>(min(token, op.shape.T - 1));
-    if (threadIdx.x % kLanes == 0) scales[token] = token < op.shape.T ? scale : 0.f;
-    __syncthreads();
 }
 
 // ---- the kernels ----
@@ -111,9 +100,9 @@ __device__ void run_block(const Op& op, int block, uint4* ring) {
     __shared__ alignas(8) float of_tokens[2 * T::kTokens];  // 1 / rms where it is known early, else sums of squares
     int tile = block / op.shape.splits, rank = block % op.shape.splits;
     if (tile >= op.shape.tiles) {
+        wait_for_previous_kernel();
         int extra = block - op.shape.tiles * op.shape.splits;
         if (extra < op.extras()) op.template extra<T>(extra, ring);
-        wait_for_previous_kernel();
         return;
     }
     int steps = (op.shape.inputs + T::kStep - 1) / T::kStep;
@@ -125,62 +114,58 @@ __device__ void run_block(const Op& op, int block, uint4* ring) {
     int ahead = op.shape.stages - 1;
 #pragma unroll 1
     for (int s = 0; s < min(ahead, count); ++s) weights.copy(op, first + s, ring + s * T::kStage, policy);
-    uint4* end = ring + op.shape.stages * T::kStage;
-    // Where sums are few the first pass changes nothing, in a part of the ring that is free yet: it fetches the code.
+    Norm<T> norm;
+    if (normed) norm.fetch(op, first);
+    wait_for_previous_kernel();
+    op.ready();
 #pragma unroll 1
-    for (int pass = T::kTokens > kFew; pass < 2; ++pass) {
-        bool real = opaque(pass) > 0;
-        if (real) {
-            wait_for_previous_kernel();
-            op.ready();
-#pragma unroll 1
-            for (int s = 0; s < ahead; ++s) {
-                if (s < count) tokens.copy(op, first + s, ring + s * T::kStage);
-                close_group();
-            }
-            if (Op::kEarly) scale_tokens<T>(op, of_tokens);
-        }
-        Norm<T> norm;
-        if (normed) norm.fetch(op, first);
-        Sums<T> sums = {};
-        uint4 *free = end - T::kStage, *now = real ? ring : free;
-#pragma unroll 1
-        for (int s = 0; s < (real ? count : 1); ++s) {
-            wait_for_groups(ahead - 1);
-            if (normed) {
-                norm.apply(op, now + T::kWeights, of_tokens);
-                if (s + 1 < count) norm.fetch(op, first + s + 1);
-            }
-            __syncthreads();
-            if (real) {
-                if (s + ahead < count) {
-                    weights.copy(op, first + s + ahead, free, policy);
-                    tokens.copy(op, first + s + ahead, free);
-                }
-                close_group();
-            }
-            multiply_step<T, Op::kTransposed>(sums, now, now + T::kWeights);
-            free = now;
-            now = now + T::kStage == end ? ring : now + T::kStage;
-        }
-
-        __syncthreads();  // the ring becomes room for the sums
-        float* room = reinterpret_cast<float*>(real ? ring : end - T::kStage);
-        store_sums<T>(sums, room);
-        if (normed && !Op::kEarly) norm.store(of_tokens);
-        __syncthreads();
-        add_warps<T>(room);
-        sync_cluster(op.shape.splits);
-        finish_tokens<T>(op, tile, rank, room, of_tokens, real);
-        if (real) op.template done<T>(tile);
-        sync_cluster(op.shape.splits);  // the others may still read
+    for (int s = 0; s < ahead; ++s) {
+        if (s < count) tokens.copy(op, first + s, ring + s * T::kStage);
+        close_group();
     }
+    if (Op::kEarly) {
+        constexpr int kLanes = kThreads / T::kTokens;
+        int token = threadIdx.x / kLanes;
+        float scale = op.template scale<kLanes>(min(token, op.shape.T - 1));
+        if (threadIdx.x % kLanes == 0) of_tokens[token] = token < op.shape.T ? scale : 0.f;
+        __syncthreads();
+    }
+
+    Sums<T> sums = {};
+    uint4 *now = ring, *free = ring + ahead * T::kStage, *end = free + T::kStage;
+#pragma unroll 1
+    for (int s = 0; s < count; ++s) {
+        wait_for_groups(ahead - 1);
+        if (normed) {
+            norm.apply(op, now + T::kWeights, of_tokens);
+            if (s + 1 < count) norm.fetch(op, first + s + 1);
+        }
+        __syncthreads();
+        if (s + ahead < count) {
+            weights.copy(op, first + s + ahead, free, policy);
+            tokens.copy(op, first + s + ahead, free);
+        }
+        close_group();
+        multiply_step<T, Op::kTransposed>(sums, now, now + T::kWeights);
+        free = now;
+        now = now + T::kStage == end ? ring : now + T::kStage;
+    }
+
+    __syncthreads();  // the ring becomes room for the sums
+    float* room = reinterpret_cast<float*>(ring);
+    store_sums<T>(sums, room);
+    if (normed && !Op::kEarly) norm.store(of_tokens);
+    __syncthreads();
+    add_warps<T>(room);
+    sync_cluster(op.shape.splits);
+    finish_tokens<T>(op, tile, rank, room, of_tokens);
+    op.template done<T>(tile);
+    if (op.shape.splits > 1) sync_cluster(op.shape.splits);  // the others may still read
 }
 
-// Blocks of a multiprocessor.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 template <class T>
-constexpr int kTogether = T::kTokens > kFew ? 1 : 2;
+constexpr int kTogether = T::kTogether;
 #else
 template <class T>
 constexpr int kTogether = 1;
@@ -189,7 +174,6 @@ constexpr int kTogether = 1;
 template <class T, class Op>
 __global__ void __launch_bounds__(kThreads, kTogether<T>) skinny_kernel(const __grid_constant__ Op op) {
     extern __shared__ uint4 ring[];
-    let_next_kernel_start();
     run_block<T>(op, blockIdx.x, ring);
 }
 
@@ -198,7 +182,6 @@ template <class First, class Op1, class Second, class Op2>
 __global__ void __launch_bounds__(kThreads, kTogether<First>)
     pair_kernel(const __grid_constant__ Op1 one, const __grid_constant__ Op2 two, int blocks) {
     extern __shared__ uint4 ring[];
-    let_next_kernel_start();
     int block = blockIdx.x;
     if (block < blocks) {
         run_block<First>(one, block, ring);

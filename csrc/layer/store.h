@@ -6,20 +6,19 @@
 
 namespace kimi_fx::layer {
 
-__device__ inline float4 four_of(uint2 words) {
+__device__ inline void store_four(__nv_bfloat16* to, float4 v) {
+    __nv_bfloat162 low = __floats2bfloat162_rn(v.x, v.y), high = __floats2bfloat162_rn(v.z, v.w);
+    *reinterpret_cast<uint2*>(to) = make_uint2(reinterpret_cast<uint32_t&>(low), reinterpret_cast<uint32_t&>(high));
+}
+
+__device__ inline void store_four(float* to, float4 v) { *reinterpret_cast<float4*>(to) = v; }
+
+__device__ inline float4 load_four(const __nv_bfloat16* from) {
+    uint2 words = *reinterpret_cast<const uint2*>(from);
     float2 low = __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(words.x));
     float2 high = __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(words.y));
     return make_float4(low.x, low.y, high.x, high.y);
 }
-
-__device__ inline float4 load_four(const __nv_bfloat16* from) { return four_of(*reinterpret_cast<const uint2*>(from)); }
-
-__device__ inline void store_four(__nv_bfloat16* to, float4 v, bool real = true) {
-    __nv_bfloat162 low = __floats2bfloat162_rn(v.x, v.y), high = __floats2bfloat162_rn(v.z, v.w);
-    store_if(real, to, make_uint2(reinterpret_cast<uint32_t&>(low), reinterpret_cast<uint32_t&>(high)));
-}
-
-__device__ inline void store_four(float* to, float4 v, bool real) { store_if(real, to, v); }
 
 __device__ inline float4 times(float4 v, float s) { return make_float4(v.x * s, v.y * s, v.z * s, v.w * s); }
 
@@ -47,7 +46,7 @@ template <class T>
 __device__ void finish_gate_up(__nv_bfloat16* to, int tile, int row, int I, float scale, const Total<T>& total) {
     int half = T::kRows / 2, inner = tile * half + row;
     if (row >= half || inner >= I) return;
-    store_four(to + inner, silu_mul(times(total(row), scale), times(total(row + half), scale)), total.real);
+    store_four(to + inner, silu_mul(times(total(row), scale), times(total(row + half), scale)));
 }
 
 // Rotates two neighbouring pairs; cos and signed sin have an angle for each element.

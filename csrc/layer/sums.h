@@ -92,7 +92,6 @@ struct Total {
     const float* sums;  // of this block
     float4 start;
     int token, blocks;
-    bool real;  // else nothing is stored
 
     __device__ float4 operator()(int row) const {
         const float4* mine = reinterpret_cast<const float4*>(sums + token * T::kPitch + row);

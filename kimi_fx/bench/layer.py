@@ -145,7 +145,7 @@ def parts(i: Inputs) -> dict[str, Callable[[Weights], object]]:
 def launches(call: Callable[[], object]) -> int:
     """Kernels of one call."""
     call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())

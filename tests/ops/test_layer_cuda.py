@@ -46,7 +46,8 @@ def check(case: Case) -> None:
         if expected is None:
             continue
         error = ((ours.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-        most = 5e-3 if ours.numel() >= 256 else 1e-2  # few values scatter
+        many = ours.numel() >= 1024 and case.args[0].shape[-1] >= 128
+        most = 5e-3 if many else 2e-2  # few values scatter, and in few inputs roundings of inputs do not cancel
         assert error < most, f"{case.name}: relative error {error:.2e}"  # NaN fails too
     if case.name == "norm_route":
         layer.check_choice(case, found[0], *found[2:])
