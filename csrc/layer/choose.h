@@ -1,7 +1,7 @@
 // A warp chooses a token's experts from its logits; one block makes the work list of all tokens.
 //
-// The list: each expert has a bit for every token that visits it, so that a pair's place is a count of bits, whoever set
-// them first. A token visits an expert once.
+// The list: each expert has a bit for every token that visits it, so that a pair's place is a count of bits, whoever
+// set them first. A token visits an expert once.
 
 #pragma once
 
