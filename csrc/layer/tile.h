@@ -2,9 +2,9 @@
 //
 // A step is 16 KiB of weights (8 where tokens are many) and the tokens' same inputs; the ring holds as many steps as
 // fit. Warps share a step by rows of weights first (32 each), by tokens where these are over 64, then by inputs, of
-// which a warp takes 32 at a time. A short ring fits every chip, and two fit a multiprocessor of sm_90, so that the next
-// kernel's blocks can fill theirs while this one's work. Many tokens take the room that weights under way need: then the
-// ring is as long as the chip allows, but where there are more tiles than multiprocessors.
+// which a warp takes 32 at a time. A short ring fits every chip, and two fit a multiprocessor of sm_90, so that the
+// next kernel's blocks can fill theirs while this one's work. Many tokens take the room that weights under way need:
+// then the ring is as long as the chip allows, but where there are more tiles than multiprocessors.
 
 #pragma once
 
