@@ -104,7 +104,10 @@ class Ranks:
         mesh = DeviceMesh.from_group(everybody, device.type, mesh_dim_names=AXES)
         if self.config.mesh.near and device.type == "cuda":
             share(GROUP, self.store, rank, size, device)
-        dist.all_reduce(torch.zeros(1, device=device))  # connects, so that the first round finds connections
+        x = torch.zeros(size, device=device)  # connects, so that the first round finds connections
+        dist.all_reduce(x)
+        dist.all_gather_into_tensor(x.new_empty(size * size), x)
+        dist.all_to_all_single(torch.empty_like(x), x)
         return mesh
 
     def meet(self, where: str) -> None:
