@@ -65,7 +65,7 @@ class Inputs:
     routed: Tensor  # [T, D]
     bias: Tensor  # [E] f32
     valid: Tensor  # [T] bool
-    counters: Tensor  # [2] i32
+    counters: Tensor  # i32
 
 
 def normal(*size: int) -> Tensor:
@@ -86,7 +86,7 @@ def weights() -> Weights:
 def inputs(rows: int) -> Inputs:
     angle = torch.rand(rows, R, device="cuda")
     bias, valid = torch.zeros(E, device="cuda"), torch.ones(rows, dtype=torch.bool, device="cuda")
-    counters = torch.zeros(2, dtype=torch.int32, device="cuda")
+    counters = torch.zeros(4 + rows * (E + K), dtype=torch.int32, device="cuda")
     o, routed = normal(rows, H, L), normal(rows, D)
     return Inputs(normal(rows, D), angle.cos(), angle.sin(), o, routed, bias, valid, counters)
 

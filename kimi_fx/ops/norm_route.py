@@ -18,7 +18,7 @@ Routed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def reference(
     x: Tensor,  # [T, D]
     squares: Tensor,  # [T, pieces] f32 that add up to the sum of x's squares, from `v_up_o`
-    counters: Tensor,  # [2] i32 zero, and left so: the kernel's blocks count in it
+    counters: Tensor,  # [4 + T * (E + k)] i32 zero, and left so: the kernel's blocks tell each other there
     norm: Tensor,  # [D]
     router: Tensor,  # [E, D]
     bias: Tensor,  # [E] f32

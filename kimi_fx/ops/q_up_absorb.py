@@ -20,7 +20,7 @@ def reference(
     w_uk: Tensor,  # [H, nope, L]
     cos: Tensor,  # [T, R] f32, an angle for each element
     sin: Tensor,  # [T, R] f32, negative for the first of a pair
-    counters: Tensor,  # [2] i32 zero, and left so: the kernel's blocks count in it
+    counters: Tensor,  # [4, up] i32 zero, and left so: the kernel's blocks count in it
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """q [T, H, L + R] and rows [T, L + R]."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .linear import few_rows
 
-PIECE = 64  # columns whose squares are summed
+PIECE = 32  # columns whose squares are summed
 
 
 def reference(
@@ -20,9 +20,9 @@ def reference(
     w_uv: Tensor,  # [H, value, L]
     weight: Tensor,  # [D, H * value]
     residual: Tensor | None,  # [T, D]
-    counters: Tensor,  # [2] i32 zero, and left so: the kernel's blocks count in it
+    counters: Tensor,  # [4, up] i32 zero, and left so: the kernel's blocks count in it
 ) -> tuple[Tensor, Tensor]:
-    """x [T, D], and squares [T, D / 64, up] f32 whose sum over a row is that of x's squares."""
+    """x [T, D], and squares [T, D / 32, up] f32 whose sum over a row is that of x's squares."""
     v = torch.bmm(o.transpose(0, 1), w_uv.mT).transpose(0, 1).flatten(1)
     x = F.linear(v, weight)
     x = x if residual is None else residual + x
