@@ -1,6 +1,5 @@
-// The router's logits and the shared expert's gate|up in one product of the same normed input. Few tokens are normed as
-// they enter it and written for the routed experts by blocks beside it; many are normed first. The logits read that very
-// input, rounded.
+// The router's logits and the shared expert's gate|up in one product of the same normed input, which the routed experts
+// read too: few tokens are normed as they enter it, many before it. The logits read that very input, rounded.
 //
 // Blocks beside the product choose, a warp a token; the last of them makes the work list. They wait for values, not for
 // counts: a logit or a choice is there when it is not zero, and whoever reads it leaves zero. Blocks start in their order
@@ -45,6 +44,11 @@ struct Route : Plain {
     }
     __device__ const __nv_bfloat16* norm() const { return p.norm; }
 
+    // The first tile's blocks have all inputs.
+    __device__ void keep(int tile, int token, int k, uint4 values) const {
+        if (tile == 0 && token < p.T && k < p.D) *reinterpret_cast<uint4*>(p.h + int64_t(token) * p.D + k) = values;
+    }
+
     // By `Lanes` neighbouring threads of a warp.
     template <int Lanes>
     __device__ float scale(int token) const {
@@ -80,13 +84,6 @@ struct Route : Plain {
         int* starts = reinterpret_cast<int*>(visits + (p.E + 1) * kWords);
         uint16_t* chosen = reinterpret_cast<uint16_t*>(starts + p.E + 1);
         int first = block * kWarps + threadIdx.x / 32, apart = extras() * kWarps, lane = threadIdx.x % 32;
-        if (Normed) {
-#pragma unroll 1
-            for (int token = first; token < p.T; token += apart) {
-                int64_t at = int64_t(token) * p.D;
-                scale_row<4>(p.h + at, p.x + at, p.norm, p.D, scale<32>(token), lane, 32);
-            }
-        }
 #pragma unroll 1
         for (int pass = 0; pass < 2; ++pass) {
             bool real = opaque(pass) > 0, lists = block == extras() - 1;

@@ -50,7 +50,7 @@ static __global__ void __launch_bounds__(kThreads) norm_rows_kernel(const __grid
     for (int at = first + kHeld * kThreads; at < vectors; at += kThreads) h[at] = scaled(x[at], norm[at], scale);
 }
 
-inline cudaError_t launch_norm_rows(const NormParams& p, const Chip& chip) {
+static cudaError_t launch_norm_rows(const NormParams& p, const Chip& chip) {
     return launch_blocks(norm_rows_kernel, p.T, 1, 0, chip, p);
 }
 

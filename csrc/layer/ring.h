@@ -121,12 +121,14 @@ struct Norm {
     }
 
     template <class Op>
-    __device__ void apply(const Op& op, uint4* tokens, const float* scales) {
+    __device__ void apply(const Op& op, int tile, int step, uint4* tokens, const float* scales) {
         const __nv_bfloat162* g = reinterpret_cast<const __nv_bfloat162*>(&next);
         for_each_vector<T>([&](int i, Place<T::kAcross> place) {
             uint4 vector = tokens[place.swizzled()];
             if constexpr (Op::kEarly) {
-                tokens[place.swizzled()] = scaled(vector, next, scales[place.row]);
+                vector = scaled(vector, next, scales[place.row]);
+                op.keep(tile, place.row, step * T::kStep + 8 * place.along, vector);
+                tokens[place.swizzled()] = vector;
             } else {
                 __nv_bfloat162* x = reinterpret_cast<__nv_bfloat162*>(&vector);
 #pragma unroll

@@ -13,7 +13,7 @@
 //   weight, input    where 8 weights of a tile's row lie, and 8 values of a token
 //   kNormed, norm()  the norm's weights over the inputs. x * norm is rounded as it enters the product, and 1 / rms joins
 //                    the sums; where `kEarly`, `scale(token)` gives 1 / rms before and joins there, `Lanes` threads a
-//                    token
+//                    token, and `keep` may store what enters
 //   kAdds, added     what is added to four neighbouring sums of a token
 //   finish           these are complete
 //   extras, extra    how many blocks follow those of tiles, and what each does, in shared memory of `room` bytes
@@ -131,7 +131,7 @@ __device__ void run_block(const Op& op, int block, uint4* ring) {
     for (int s = 0; s < count; ++s) {
         wait_for_groups(ahead - 1);
         if (Op::kNormed) {
-            norm.apply(op, now + T::kWeights, of_tokens);
+            norm.apply(op, tile, first + s, now + T::kWeights, of_tokens);
             if (s + 1 < count) norm.fetch(op, first + s + 1);
         }
         if (by_groups<T, Op::kTransposed>()) show_groups();
