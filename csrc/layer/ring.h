@@ -111,8 +111,13 @@ __device__ inline uint4 scaled(uint4 x, uint4 g, float scale) {
 template <class T>
 struct Norm {
     static constexpr int kOwn = (T::kTokens * T::kAcross + kThreads - 1) / kThreads;
-    float squares[kOwn] = {};
+    float squares[kOwn];
     uint4 next;  // weights of the step to come
+
+    __device__ void clear() {
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) squares[i] = 0;
+    }
 
     template <class Op>
     __device__ void fetch(const Op& op, int step) {

@@ -10,6 +10,12 @@ namespace kimi_fx::layer {
 template <class T>
 using Sums = float[T::kM][T::kN][4];
 
+template <class T>
+__device__ void clear(Sums<T>& sums) {
+#pragma unroll
+    for (int i = 0; i < T::kM * T::kN * 4; ++i) sums[i / 4 / T::kN][i / 4 % T::kN][i % 4] = 0;
+}
+
 // Four warps multiply at once on sm_90a.
 template <class T, bool Transposed>
 __device__ constexpr bool by_groups() {

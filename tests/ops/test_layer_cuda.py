@@ -114,7 +114,7 @@ def test_the_lowest_id_wins_ties(T: int, E: int, k: int, seed: int) -> None:
     k, (_, args, _) = min(k, E), layer.norm_route(draw(seed), T, 64, E, 8, min(k, E), padding=0.2)
     x, squares, counters, norm, router, bias, gate_up, valid, *rest = args
     x.zero_()[:, 0] = 2
-    squares.fill_(4)
+    squares.fill_(4 / squares.shape[1])
     router.zero_()[:, 0] = torch.randint(-2, 3, (E,), device="cuda") / 8
     bias = torch.randint(0, 2, (E,), device="cuda") * 4.0
     found = KERNELS.norm_route(x, squares, counters, norm.fill_(1), router, bias, gate_up, valid, *rest)
