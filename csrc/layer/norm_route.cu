@@ -52,13 +52,20 @@ struct Route : Plain {
     // By `Lanes` neighbouring threads of a warp.
     template <int Lanes>
     __device__ float scale(int token) const {
+        constexpr int kAtOnce = 4;
         const float* of = p.squares + token * p.pieces;
         int fours = p.pieces % 4 == 0 ? p.pieces / 4 : 0, lane = threadIdx.x % Lanes;
         float sum = 0;
-#pragma unroll 4
-        for (int i = lane; i < fours; i += Lanes) {
-            float4 v = reinterpret_cast<const float4*>(of)[i];
-            sum += (v.x + v.y) + (v.z + v.w);
+#pragma unroll 1
+        for (int from = lane; from < fours; from += Lanes * kAtOnce) {  // all loads under way together
+            float4 v[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                bool own = from + i * Lanes < fours;
+                v[i] = own ? reinterpret_cast<const float4*>(of)[from + i * Lanes] : make_float4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) sum += (v[i].x + v[i].y) + (v[i].z + v[i].w);
         }
 #pragma unroll 1
         for (int i = 4 * fours + lane; i < p.pieces; i += Lanes) sum += of[i];
