@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def compile_step(bucket: Bucket, arguments: Arguments, kernels: Path) -> tuple[b
     start = time.monotonic()
     traced = step.prefill_step if isinstance(bucket, Chunk) else step.ddtree_step
     options: Any = {"guard_filter_fn": no_guards, "cpp.dynamic_threads": True}
-    with building_in(kernels), torch._dynamo.config.patch(enable_aot_compile=True):
+    with building_in(kernels), named_only(), torch._dynamo.config.patch(enable_aot_compile=True):
         compiled: Any = torch.compile(traced, fullgraph=True, dynamic=False, options=options)
         clear_caches()  # a kernel that is only in memory would be missing in the folder
         for leaf in opened(arguments):
@@ -84,6 +85,16 @@ def kind(tensor: Tensor, free: bool) -> str:
 
 def no_guards(entries: Any) -> list[bool]:
     return [False] * len(entries)
+
+
+@contextmanager
+def named_only() -> Iterator[None]:
+    """Inductor of torch 2.11 spells out, for a log that nobody reads, every operand of an operator it meets first, and
+    theirs in turn: behind a few of ours that takes forever. Here it gets the operator's name."""
+    from torch._inductor.exc import OperatorIssue
+
+    with mock.patch.object(OperatorIssue, "operator_str", staticmethod(lambda target, *_: str(target))):
+        yield
 
 
 @contextmanager
