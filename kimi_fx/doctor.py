@@ -30,6 +30,7 @@ from .runtime.links import measure
 from .runtime.load import (
     Loaded,
     Text,
+    far_apart,
     pick_device,
     pick_dtype,
     rank_device,
@@ -132,6 +133,9 @@ def devices(case: Case) -> str:
         lines.append(f"  cuda:{i}  {torch.cuda.get_device_name(i)}, {arch}, {gb(free)} of {gb(total)} free")
     if case.place.size > 1:
         lines += topology(case.place.size)
+        why = far_apart(case.config, case.place, case.device) or "as mesh.near=false"
+        near = "through the devices' own memory" if case.config.mesh.near else f"through NCCL, {why}"
+        lines.append(f"  small sums: {near}")
     if case.config.ops == "reference":
         return "\n".join([*lines, "  ops=reference: no kernels"])
     arch = own_arch(case.device)

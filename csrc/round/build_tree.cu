@@ -13,12 +13,10 @@
 namespace kimi_fx::round {
 namespace {
 
-constexpr int kPlaces = kMaxNodes / 32;  // of the frontier, a lane's
-
 struct TreeMemory {
     volatile float gains[(kMaxDepth + 1) * (kMost + 1)];  // a row of k + 1 a depth and one more; -inf at the ends
     int token[kMaxDepth * kMost];
-    uint32_t place[kMaxNodes];  // of the tree's: depth << 16 | parent << 8 | rank
+    uint32_t tag[kMaxNodes];  // of the tree's nodes
     volatile float score[kMaxNodes];
     volatile bool built;
     int count;
@@ -28,7 +26,7 @@ struct TreeMemory {
 __device__ float unknown() { return __int_as_float(0x7fffffff); }
 __device__ bool known(float gain) { return __float_as_int(gain) != 0x7fffffff; }
 
-__global__ void __launch_bounds__(kThreads) summarise_kernel(TreeParams p) {
+__global__ void __launch_bounds__(kThreads, kSummaries) summarise_kernel(TreeParams p) {
     __shared__ TopMemory memory;
     begin();
     int chunk = blockIdx.x, depth = blockIdx.y, b = blockIdx.z, chunks = gridDim.x;
@@ -40,7 +38,8 @@ __global__ void __launch_bounds__(kThreads) summarise_kernel(TreeParams p) {
 // A depth's tokens and log-probabilities one after another, -inf after the last; by its warp.
 __device__ void rank(Merge& merge, float total, int width, int depth, int k, TreeMemory& m) {
     volatile float* gains = m.gains + depth * (k + 1);
-    for (int r = 0; r < k && !m.built; ++r) {
+    for (int r = 0; r < k; ++r) {
+        if (r % 8 == 7 && m.built) return;
         uint64_t key = r < width ? merge.next() : 0;
         float value = key ? value_of(key) : -INFINITY;
         if (threadIdx.x % 32 == 0) {
@@ -56,60 +55,64 @@ __device__ void rank(Merge& merge, float total, int width, int depth, int k, Tre
 __device__ uint32_t order_of(float score) { return 0x7f800000 - (__float_as_uint(score) & 0x7fffffff); }
 __device__ float score_of(uint32_t order) { return 0.0f - __uint_as_float(0x7f800000 - order); }
 
-// The tree of at most `budget` nodes under the root, by one warp. Tags are depth << 14 | parent << 7 | rank of the parent
-// and its next child.
+// What orders equal scores: the depth, as the place of the parent's gains, then the parent, then the rank.
+__device__ uint32_t tag_of(int row, int parent) { return row << 14 | parent << 7; }
+__device__ int row_of(uint32_t tag) { return tag >> 14; }
+__device__ int parent_of(uint32_t tag) { return tag >> 7 & 127; }
+__device__ int rank_of(uint32_t tag) { return tag & 127; }
+
+// The tree of at most `budget` nodes under the root, by one warp, of which a lane has `Each` places of the frontier.
+template <int Each>
 __device__ void grow(int budget, int k, TreeMemory& m) {
     int lane = threadIdx.x % 32, count = 1;
-    uint32_t order[kPlaces] = {}, tag[kPlaces] = {};
-    auto gain_at = [&](int depth, int rank) { return m.gains + depth * (k + 1) + rank; };
-    auto put = [&](int place, uint32_t new_order, uint32_t new_tag) {
-#pragma unroll
-        for (int q = 0; q < kPlaces; ++q) {
-            if (place == lane + 32 * q) order[q] = new_order, tag[q] = new_tag;
-        }
-    };
+    uint32_t order[Each], tag[Each];
     auto wait_for = [](volatile float* gain, float seen) {
         while (!known(seen)) seen = *gain;
         return seen;
     };
-    if (lane == 0) m.place[0] = 0, m.score[0] = 0;
-    uint32_t best = order_of(0.0f + wait_for(m.gains, unknown())), of = 0;
-    put(0, best, of);
+    uint32_t best = order_of(0.0f + wait_for(m.gains, unknown())), of = tag_of(0, 0);
+#pragma unroll
+    for (int q = 0; q < Each; ++q) order[q] = 0, tag[q] = ~0u;
+    if (lane == 0) m.score[0] = 0, order[0] = best, tag[0] = of;
+    __syncwarp();
     for (; best && count <= budget; ++count) {
-        int depth = of >> 14, parent = of >> 7 & 127, rank = of & 127;
-        volatile float *next = gain_at(depth, rank + 1), *child = gain_at(depth + 1, 0);
+        int row = row_of(of), parent = parent_of(of);
+        volatile float *next = m.gains + row + rank_of(of) + 1, *child = m.gains + row + k + 1;
         float next_gain = *next, child_gain = *child, above = m.score[parent], score = score_of(best);
-        put(parent, 0, 0);
-        uint32_t others = __reduce_max_sync(~0u, max(max(order[0], order[1]), max(order[2], order[3])));
-        if (lane == 0) m.place[count] = (depth + 1) << 16 | parent << 8 | rank, m.score[count] = score;
+        if (lane == 0) m.tag[count] = of, m.score[count] = score;
         uint32_t next_order = order_of(above + wait_for(next, next_gain));
         uint32_t child_order = order_of(score + wait_for(child, child_gain));
-        put(parent, next_order, of + 1);
-        put(count, child_order, (depth + 1) << 14 | count << 7);
-        best = max(others, max(next_order, child_order));
-        uint32_t own = ~0u;
+        best = 0;
 #pragma unroll
-        for (int q = 0; q < kPlaces; ++q) own = order[q] == best ? min(own, tag[q]) : own;
-        of = __reduce_min_sync(~0u, own);
+        for (int q = 0; q < Each; ++q) {
+            if (tag[q] == of) order[q] = next_order, ++tag[q];
+            if (count == lane + 32 * q) order[q] = child_order, tag[q] = tag_of(row + k + 1, count);
+            best = max(best, order[q]);
+        }
+        best = __reduce_max_sync(~0u, best);
+        of = ~0u;
+#pragma unroll
+        for (int q = 0; q < Each; ++q) of = order[q] == best ? min(of, tag[q]) : of;
+        of = __reduce_min_sync(~0u, of);
         __syncwarp();
     }
     if (lane == 0) m.count = count, m.built = true;
 }
-static_assert(kPlaces == 4);
 
 __device__ void write_node(const TreeParams& p, int b, int i, const TreeMemory& m) {
-    bool valid = i < m.count;
-    uint32_t place = valid ? m.place[i] : 0;
-    int depth = place >> 16, rank = place & 0xff, parent = place >> 8 & 0xff;
+    bool valid = i < m.count, below = valid && i > 0;
+    uint32_t tag = below ? m.tag[i] : 0;
+    int depth = below ? row_of(tag) / (p.k + 1) + 1 : 0;
     int64_t at = int64_t(b) * p.N + i;
-    uint64_t words[2] = {i < 64 ? uint64_t(1) << i : 0, i < 64 ? 0 : uint64_t(1) << (i - 64)};
-    for (int d = depth, j = i; d > 0; --d) {
-        j = m.place[j] >> 8 & 0xff;
+    uint64_t words[2] = {};
+    auto add = [&](int j) {
         words[0] |= j < 64 ? uint64_t(1) << j : 0;
         words[1] |= j < 64 ? 0 : uint64_t(1) << (j - 64);
-    }
-    p.token[at] = !valid ? 0 : depth ? m.token[(depth - 1) * p.k + rank] : p.anchor[b];
-    p.parent[at] = depth ? parent : -1;
+    };
+    add(i);
+    for (int d = depth, j = i; d > 0; --d) add(j = parent_of(m.tag[j]));
+    p.token[at] = below ? m.token[(depth - 1) * p.k + rank_of(tag)] : valid ? p.anchor[b] : 0;
+    p.parent[at] = below ? parent_of(tag) : -1;
     p.depth[at] = depth;
     p.score[at] = valid ? m.score[i] : -INFINITY;
     p.ancestors[2 * at] = words[0];
@@ -135,12 +138,16 @@ __global__ void __launch_bounds__(32 * (kMaxDepth + 1)) build_kernel(TreeParams 
     }
     if (__syncthreads_or(unsound)) budget = 0;
     if (merges && budget) {
-        Merge merge(p.keys + at * p.k, p.k, chunks, held + depth * kHeld * chunks);
+        Merge merge(p.keys + at * p.k, p.k, chunks, held + depth * (kHeld + 1) * chunks);
         int width = static_cast<int>(max(min(p.width[b], int64_t(p.k)), int64_t(0)));
         rank(merge, total, width, depth, p.k, m);
     }
-    if (!merges && budget) grow(budget, p.k, m);
-    if (!merges && !budget && threadIdx.x % 32 == 0) m.place[0] = 0, m.score[0] = 0, m.count = 1;
+    if (!merges && budget) {
+        if (p.N <= 32) grow<1>(budget, p.k, m);
+        else if (p.N <= 64) grow<2>(budget, p.k, m);
+        else grow<4>(budget, p.k, m);
+    }
+    if (!merges && !budget) m.score[0] = 0, m.count = 1;
     __syncthreads();
     for (int i = threadIdx.x; i < p.N; i += blockDim.x) write_node(p, b, i, m);
 }
@@ -154,9 +161,9 @@ cudaError_t launch_build_tree(const TreeParams& params, int arch, cudaStream_t s
         cudaError_t error = launch_in_clusters(summarise_kernel, grid, kThreads, 0, 1, arch, stream, params);
         if (error != cudaSuccess) return error;
     }
-    constexpr int kMostBytes = kMaxDepth * kHeld * kMaxChunks * sizeof(uint64_t);
+    constexpr int kMostBytes = kMaxDepth * (kHeld + 1) * kMaxChunks * sizeof(uint64_t);
     static_assert(kMostBytes + sizeof(TreeMemory) <= 99 * 1024);
-    int bytes = params.D * kHeld * chunks * sizeof(uint64_t);
+    int bytes = params.D * (kHeld + 1) * chunks * sizeof(uint64_t);
     cudaError_t error = cudaFuncSetAttribute(build_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
     if (error != cudaSuccess) return error;
     return launch_in_clusters(build_kernel, params.B, 32 * (params.D + 1), bytes, 1, arch, stream, params, chunks);

@@ -11,7 +11,7 @@
 namespace kimi_fx::round {
 namespace {
 
-__global__ void __launch_bounds__(kThreads) logprobs_kernel(WalkParams p, int k) {
+__global__ void __launch_bounds__(kThreads, kSummaries) logprobs_kernel(WalkParams p, int k) {
     __shared__ TopMemory memory;
     begin();
     int chunk = blockIdx.x, chunks = gridDim.x, a = blockIdx.y, b = blockIdx.z, i = threadIdx.x;

@@ -1,5 +1,5 @@
-// A row's chunks' lists become one, best first: a lane has a chunk, and the warp takes the best of their heads again and
-// again.
+// A row's chunks' lists become one, best first: a lane has a chunk, and the warp takes the best of their heads, again
+// and again.
 
 #pragma once
 
@@ -12,27 +12,24 @@ constexpr int kHeld = 16;  // first keys of a list in shared memory; few go deep
 
 struct Merge {
     const uint64_t* keys;  // [k, chunks]
-    uint64_t* held;        // [kHeld, chunks] in shared memory
-    int k, chunks, taken = 0;
+    uint64_t* held;        // [kHeld + 1, chunks] in shared memory; 0 past the k-th
+    int k, chunks, at;     // at: of the head
     uint64_t head = 0;
 
     __device__ Merge(const uint64_t* keys, int k, int chunks, uint64_t* held)
-        : keys(keys), held(held), k(k), chunks(chunks) {
-        int lane = threadIdx.x % 32;
-        if (lane >= chunks) return;
-        head = __ldcg(keys + lane);
+        : keys(keys), held(held), k(k), chunks(chunks), at(threadIdx.x % 32) {
+        if (at >= chunks) return;
 #pragma unroll
-        for (int r = 1; r < kHeld; ++r) {
-            if (r < k) held[r * chunks + lane] = __ldcg(keys + r * chunks + lane);
-        }
+        for (int r = 0; r <= kHeld; ++r) held[r * chunks + at] = r < k ? __ldcg(keys + r * chunks + at) : 0;
+        head = held[at];
     }
 
     // 0 past the last.
     __device__ uint64_t next() {
         uint64_t best = largest(head);
         if (head == best && best) {
-            int at = ++taken * chunks + threadIdx.x % 32;
-            head = taken >= k ? 0 : taken < kHeld ? held[at] : __ldcg(keys + at);
+            at += chunks;
+            head = at < (kHeld + 1) * chunks ? held[at] : at < k * chunks ? __ldcg(keys + at) : 0;
         }
         return best;
     }

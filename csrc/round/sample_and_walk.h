@@ -11,7 +11,7 @@ namespace kimi_fx::round {
 constexpr int kMaxRows = 32;  // A
 constexpr int kMaxStops = 32;
 constexpr int kAlternatives = 20;
-constexpr int kMaxAhead = 64;
+constexpr int kMaxAhead = 8;      // more take longer than the tokens a walk draws one by one
 constexpr int kFewestAhead = 4;  // fewer are not worth a launch
 
 struct WalkParams {

@@ -137,7 +137,7 @@ struct Walker {
     // Most requests have none, which is known before their row is there.
     __device__ void find_bias() {
         bool any = false;
-#pragma unroll 4
+#pragma unroll 5
         for (int i = threadIdx.x; i < fours; i += kWalkThreads) {
             float4 y = bias_of(i);
             any |= y.x != 0 || y.y != 0 || y.z != 0 || y.w != 0;

@@ -2,10 +2,11 @@
 
 First alone: calls over arrays of their own in one CUDA graph. Then inside a forward pass of Kimi K2.6, shared by these
 ranks as in serving but of as few layers as asked for: some tokens of one request after its context, compiled and
-captured, the same compiled code both ways. A sum's time in the pass is what its kernel adds after all before it ended.
-Numbers are those of the slowest rank.
+captured, the same compiled code both ways. A sum's time in the pass is what its kernel adds after all before it ended,
+the median of one replay. Numbers are those of the slowest rank.
 """
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -183,16 +184,16 @@ def in_a_pass(rounds: Rounds, call: Callable[[], Any], length: Tensor) -> dict[s
         return replay()
 
     seconds = slowest(median(again))
-    kernels, _ = traced(again)
-    spent, calls = sums(kernels)
-    return {"pass": seconds, "a sum": slowest(spent / max(calls, 1)), "share": slowest(spent) / seconds}
+    each = sums(traced(again)[0])
+    one = slowest(statistics.median(each))  # the first waits for a rank whose trace begins later
+    return {"pass": seconds, "a sum": one, "share": one * len(each) / seconds}
 
 
-def sums(kernels: Sequence[Kernel]) -> tuple[float, int]:
-    """Seconds that the sums' kernels add after all before them ended, and how many there are."""
-    ended, spent, calls = 0.0, 0.0, 0
+def sums(kernels: Sequence[Kernel]) -> list[float]:
+    """Seconds that each sum's kernel adds after all before it ended."""
+    ended, each = 0.0, []
     for kernel in kernels:
         if any(piece in kernel.name for piece in SUMS):
-            spent, calls = spent + max(kernel.end - max(kernel.start, ended), 0.0), calls + 1
+            each.append(max(kernel.end - max(kernel.start, ended), 0.0))
         ended = max(ended, kernel.end)
-    return spent, calls
+    return each
