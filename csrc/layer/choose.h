@@ -1,7 +1,7 @@
 // A warp chooses a token's experts from its logits; one block makes the work list of all tokens.
 //
-// The list: each expert has a bit for every token that visits it, so that a pair's place is a count of bits, whoever set
-// them first. A token visits an expert once.
+// The list: each expert has a bit for every token that visits it, so that a pair's place is a count of bits, whoever
+// set them first. A token visits an expert once.
 
 #pragma once
 
@@ -29,32 +29,38 @@ __device__ inline void choose_experts(const RouteParams& p, int token, uint64_t*
     int lane = threadIdx.x % 32;
     const float* logits = p.logits + int64_t(token) * p.E;
     uint64_t best = 0, mine = 0;
-    for (int from = lane; from < p.E; from += 32 * kAtOnce) {
-        float x[kAtOnce], bias[kAtOnce];
+    float2* both = reinterpret_cast<float2*>(keys);
+#pragma unroll 1
+    for (int from = lane; from < p.E; from += 32 * kAtOnce) {  // all loads under way together
+        float2 x[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             int e = min(from + 32 * i, p.E - 1);
-            x[i] = logits[e], bias[i] = p.bias[e];
+            x[i] = make_float2(logits[e], p.bias[e]);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            int e = from + 32 * i;
-            if (e >= p.E) break;
-            keys[e] = sort_key(sigmoid(x[i]) + bias[i], e);
-            best = max(best, keys[e]);
+            if (from + 32 * i < p.E) both[from + 32 * i] = x[i];
         }
     }
+#pragma unroll 1
+    for (int e = lane; e < p.E; e += 32) {
+        keys[e] = sort_key(sigmoid(both[e].x) + both[e].y, e);
+        best = max(best, keys[e]);
+    }
+#pragma unroll 1
     for (int k = 0; k < p.K; ++k) {
         uint64_t top = greatest(best);
         if (lane == k) mine = top;
         if (best != top) continue;
         keys[~uint32_t(top)] = 0;  // the lane that had it goes on with the next of its own
         best = 0;
-#pragma unroll 4
+#pragma unroll 2
         for (int e = lane; e < p.E; e += 32) best = max(best, keys[e]);
     }
     bool real = p.valid[token], mark = lane < p.K;
     float score = real && mark ? sigmoid(logits[~uint32_t(mine)]) : 0.f, sum = 1e-20f;
+#pragma unroll 1
     for (int k = 0; k < p.K; ++k) sum += __shfl_sync(~0u, score, k);
     if (!mark) return;
     p.ids[token * p.K + lane] = real ? int(~uint32_t(mine)) : -1;
@@ -66,6 +72,7 @@ __device__ inline void list_pairs(const RouteParams& p, uint32_t* visits, int* s
     __shared__ int of_warps[kThreads / 32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pairs = p.T * p.K;
     auto expert = [&](int pair) { return min(static_cast<uint32_t>(p.ids[pair]), static_cast<uint32_t>(p.E)); };
+#pragma unroll 1
     for (int pair = threadIdx.x; pair < pairs; pair += kThreads) {
         int token = pair / p.K;
         atomicOr(visits + expert(pair) * kWords + token / 32, 1u << token % 32);
@@ -81,20 +88,25 @@ __device__ inline void list_pairs(const RouteParams& p, uint32_t* visits, int* s
         return count;
     };
     int each = (p.E + kThreads) / kThreads, first = threadIdx.x * each, last = min(first + each, p.E + 1), mine = 0;
+#pragma unroll 1
     for (int e = first; e < last; ++e) mine += visitors(e, kMostTokens);
     int upto = mine;
+#pragma unroll 1
     for (int d = 1; d < 32; d *= 2) {
         int other = __shfl_up_sync(~0u, upto, d);
         if (lane >= d) upto += other;
     }
     if (lane == 31) of_warps[warp] = upto;
     __syncthreads();
+#pragma unroll 1
     for (int w = 0; w < warp; ++w) upto += of_warps[w];
+#pragma unroll 1
     for (int e = first, start = upto - mine; e < last; ++e) {
         starts[e] = p.offsets[e] = start;
         start += visitors(e, kMostTokens);
     }
     __syncthreads();
+#pragma unroll 1
     for (int pair = threadIdx.x; pair < pairs; pair += kThreads) {
         int e = expert(pair), token = pair / p.K, before = visitors(e, token);
         p.order[starts[e] + (e < p.E ? before : before * p.K + pair % p.K)] = pair;

@@ -35,9 +35,9 @@ struct GateUp : Plain {
 
 cudaError_t launch_gate_up(const GateUpParams& p, const Chip& chip) {
     GateUp op;
-    op.shape = {p.T, p.D, 0, 0, p.eps};
+    op.shape = {p.T, p.D, 0, 0, 0, p.eps};
     op.x = p.x, op.g = p.norm, op.w = p.w, op.out = p.out, op.I = p.I;
-    return launch<16, 32, 128>(op, chip);
+    return launch<16, 32, 1>(op, chip);
 }
 
 }  // namespace kimi_fx::layer

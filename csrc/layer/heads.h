@@ -42,7 +42,7 @@ struct Heads : Plain {
 template <bool Transposed>
 Heads<Transposed> heads(const HeadParams& p) {
     Heads<Transposed> op;
-    op.shape = {p.T, p.inputs, 0, 0, 0};
+    op.shape = {p.T, p.inputs, 0, 0, 0, 0};
     op.p = p;
     return op;
 }

@@ -12,15 +12,12 @@ namespace kimi_fx::layer {
 
 // ---- order of kernels ----
 
-__device__ inline void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-    ptx::let_next_kernel_start();
-#endif
-}
-
+// The next kernel's blocks then start beside this one's, and fill their rings. Any earlier they would take room and
+// memory's time from the kernel before.
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     ptx::wait_for_previous_kernel();
+    ptx::let_next_kernel_start();
 #endif
 }
 
@@ -39,7 +36,7 @@ __device__ inline void copy_once(uint4* to, const void* from, bool real, uint64_
                  : "memory");
 }
 
-__device__ inline void copy(uint4* to, const void* from, bool real) {
+__device__ inline void copy_vector(uint4* to, const void* from, bool real) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(ptx::shared_address(to)), "l"(from),
                  "r"(real ? 16 : 0)
                  : "memory");
@@ -47,15 +44,17 @@ __device__ inline void copy(uint4* to, const void* from, bool real) {
 
 __device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Leaves what lies there in the nearest cache: parameters that are needed bit by bit later.
-__device__ inline void warm(const void* from) {
-    asm volatile("{\n.reg .b32 a, b, c, d;\nld.global.v4.b32 {a, b, c, d}, [%0];\n}" ::"l"(from));
-}
-
-// Until at most `Open` of this thread's groups are under way.
-template <int Open>
-__device__ inline void wait_for_groups() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(Open) : "memory");
+// Until at most `open` of this thread's groups are under way.
+__device__ inline void wait_for_groups(int open) {
+    switch (open) {
+        case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+        case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
+        case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
+        default: asm volatile("cp.async.wait_group 6;" ::: "memory");
+    }
 }
 
 // ---- counters that blocks of one kernel share ----
@@ -159,13 +158,13 @@ __device__ inline float4 load_peer(const float4* mine, int rank, int blocks) {
     return v;
 }
 
-__device__ inline float load_peer(const float* mine, int rank, int blocks) {
+__device__ inline float2 load_peer(const float2* mine, int rank, int blocks) {
     uint32_t address = peer_address(mine, rank, blocks);
-    float v;
+    float2 v;
 #if __CUDA_ARCH__ >= 900
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address));
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
 #else
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
 #endif
     return v;
 }

@@ -10,10 +10,12 @@
 
 namespace kimi_fx::layer {
 
+constexpr int kSpare = 3 * 1024;  // of shared memory, for what is not the ring's
+
 // Powers of two, so that a cluster's blocks share the tokens evenly; chips before sm_90 have no clusters.
-inline int choose_splits(int tiles, int steps, const Chip& chip) {
+inline int choose_splits(int tiles, int steps, int blocks, const Chip& chip) {
     int splits = 1, most = chip.arch < 90 ? 1 : std::min(steps, kMostSplits);
-    while (2 * splits <= most && splits * tiles <= chip.blocks) splits *= 2;  // two blocks fit a multiprocessor
+    while (2 * splits <= most && 2 * splits * tiles <= blocks) splits *= 2;
     return splits;
 }
 
@@ -32,7 +34,7 @@ int count_blocks(const Op& op) {
 template <class T, class Op>
 int shared_bytes(const Op& op) {
     int steps = (count_steps<T>(op) + op.shape.splits - 1) / op.shape.splits;
-    return std::max({16 * std::min(T::kStages, steps) * T::kStage, 4 * T::kSums, op.room()});
+    return std::max({16 * std::min(op.shape.stages, steps) * T::kStage, 4 * T::kSums, op.room()});
 }
 
 template <class Kernel, class... Given>
@@ -46,8 +48,11 @@ cudaError_t launch_blocks(Kernel kernel, int blocks, int cluster, int shared, co
 
 template <class T, class Op>
 void plan(Op& op, const Chip& chip) {
+    bool two = T::kTogether == 2 && 2 * kRing <= chip.shared;
     op.shape.tiles = op.template count_tiles<T>();
-    op.shape.splits = choose_splits(op.shape.tiles, count_steps<T>(op), chip);
+    op.shape.splits = choose_splits(op.shape.tiles, count_steps<T>(op), chip.blocks * (two ? T::kSharing : 1), chip);
+    int ring = T::kTogether == 2 ? kRing : std::max(kRing, chip.shared - kSpare);
+    op.shape.stages = std::min(ring / (16 * T::kStage), kMostStages);
 }
 
 template <class T, class Op>
@@ -74,17 +79,20 @@ inline bool worth_wide_tiles(int rows, const Chip& chip) {
     return chip.arch >= 90 && rows >= chip.blocks * 128 / kMostSplits && rows <= chip.blocks * 64;
 }
 
-// `Few`, `Some` and `Many` are the rows of a tile at up to 8, up to 16 and over 32 tokens: 16, 32 and 128 where inputs
-// are many, else 64.
-template <int Few, int Some, int Many, class Op>
+// `Few` and `Some` are the rows of a tile at up to 8 and up to 16 tokens: 16 and 32 where inputs are many, else 64.
+// `Together`: blocks of a multiprocessor at more, two where tiles may be many; these may then have 128 rows.
+template <int Few, int Some, int Together, class Op>
 cudaError_t launch(const Op& op, const Chip& chip) {
+    constexpr int kMany = Together == 2 ? 128 : 64;
     int T = op.shape.T;
     if (T <= 8) return launch_tile<Tile<8, Few>>(op, chip);
     if (T <= 16) return launch_tile<Tile<16, Some>>(op, chip);
-    if (T <= 32) return launch_tile<Tile<32, 64>>(op, chip);
-    bool wide = Many > 64 && worth_wide_tiles(op.template count_tiles<Tile<64, 64>>() * 64, chip);
-    if (T <= 64) return wide ? launch_tile<Tile<64, Many>>(op, chip) : launch_tile<Tile<64, 64>>(op, chip);
-    return wide ? launch_tile<Tile<128, Many>>(op, chip) : launch_tile<Tile<128, 64>>(op, chip);
+    if (T <= 32) return launch_tile<Tile<32, 64, Together>>(op, chip);
+    bool wide = Together == 2 && worth_wide_tiles(op.template count_tiles<Tile<64, 64>>() * 64, chip);
+    if (T <= 64) {
+        return wide ? launch_tile<Tile<64, kMany, Together>>(op, chip) : launch_tile<Tile<64, 64, Together>>(op, chip);
+    }
+    return wide ? launch_tile<Tile<128, kMany, Together>>(op, chip) : launch_tile<Tile<128, 64, Together>>(op, chip);
 }
 
 // The first has many inputs, the second few.

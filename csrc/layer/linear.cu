@@ -22,9 +22,9 @@ struct NormLinear : Rows {
 template <class Out>
 cudaError_t launch_as(const LinearParams& p, const Chip& chip) {
     NormLinear<Out> op;
-    op.shape = {p.T, p.inputs, 0, 0, p.eps};
+    op.shape = {p.T, p.inputs, 0, 0, 0, p.eps};
     op.x = p.x, op.w = p.w, op.rows = p.rows, op.g = p.norm, op.out = static_cast<Out*>(p.out);
-    return launch<16, 32, 128>(op, chip);
+    return launch<16, 32, 2>(op, chip);
 }
 
 }  // namespace
@@ -33,6 +33,6 @@ cudaError_t launch_norm_linear(const LinearParams& p, const Chip& chip) {
     return p.wide ? launch_as<float>(p, chip) : launch_as<__nv_bfloat16>(p, chip);
 }
 
-cudaError_t launch_linear_add(const AddParams& p, const Chip& chip) { return launch<64, 64, 64>(linear_add(p), chip); }
+cudaError_t launch_linear_add(const AddParams& p, const Chip& chip) { return launch<64, 64, 1>(linear_add(p), chip); }
 
 }  // namespace kimi_fx::layer

@@ -32,6 +32,15 @@ struct LinearAdd : Rows {
     float* squares;
 
     template <class T>
+    __device__ float4 added(int tile, int token, int row) const {
+        int64_t at = int64_t(token) * rows + min(tile * T::kRows + row, rows - 4);
+        float4 sum = make_float4(0, 0, 0, 0);
+        if (residual) add(sum, load_four(residual + at));
+        if (other) add(sum, load_four(other + at));
+        return sum;
+    }
+
+    template <class T>
     __device__ void finish(int tile, int token, int row, float, const Total<T>& total) const {
         static_assert(T::kRows == 64);
         int lane = threadIdx.x % 32;
@@ -40,8 +49,6 @@ struct LinearAdd : Rows {
         float4 sum = make_float4(0, 0, 0, 0);
         if (real) {
             sum = total(row);
-            if (residual) add(sum, load_four(residual + at));
-            if (other) add(sum, load_four(other + at));
             store_four(out + at, sum);
         }
         if (squares == nullptr) return;
@@ -54,7 +61,7 @@ struct LinearAdd : Rows {
 
 inline LinearAdd linear_add(const AddParams& p) {
     LinearAdd op;
-    op.shape = {p.T, p.inputs, 0, 0, 0};
+    op.shape = {p.T, p.inputs, 0, 0, 0, 0};
     op.x = p.x, op.w = p.w, op.rows = p.rows;
     op.residual = p.residual, op.other = p.other, op.out = p.out, op.squares = p.squares;
     return op;

@@ -11,8 +11,6 @@
 namespace kimi_fx::layer {
 namespace {
 
-constexpr int kWarps = kThreads / 32;
-
 struct Route : Plain {
     static constexpr bool kEarly = true;
     Shape shape;
@@ -38,11 +36,20 @@ struct Route : Plain {
     }
     __device__ const __nv_bfloat16* norm() const { return p.norm; }
 
-    // For all lanes of a warp.
+    // By `Lanes` neighbouring threads of a warp.
+    template <int Lanes>
     __device__ float scale(int token) const {
+        const float* of = p.squares + token * p.pieces;
+        int fours = p.pieces % 4 == 0 ? p.pieces / 4 : 0, lane = threadIdx.x % Lanes;
         float sum = 0;
-        for (int i = threadIdx.x % 32; i < p.pieces; i += 32) sum += p.squares[token * p.pieces + i];
-        return inverse_rms(sum_of_lanes(sum, 32), p.D, shape.eps);
+#pragma unroll(Lanes < 16 ? 7 : 1)
+        for (int i = lane; i < fours; i += Lanes) {
+            float4 v = reinterpret_cast<const float4*>(of)[i];
+            sum += (v.x + v.y) + (v.z + v.w);
+        }
+#pragma unroll 1
+        for (int i = 4 * fours + lane; i < p.pieces; i += Lanes) sum += of[i];
+        return inverse_rms(sum_of_lanes(sum, Lanes), p.D, shape.eps);
     }
 
     template <class T>
@@ -68,10 +75,11 @@ struct Route : Plain {
         int* starts = reinterpret_cast<int*>(visits + (p.E + 1) * kWords);
         uint64_t* keys = reinterpret_cast<uint64_t*>(starts + (p.E + 2) / 2 * 2);
         int warp = threadIdx.x / 32, token = block * kWarps + warp;
+#pragma unroll 1
         for (int i = threadIdx.x; i < (p.E + 1) * kWords; i += kThreads) visits[i] = 0;
         if (token < p.T) {
             int64_t at = int64_t(token) * p.D;
-            scale_row(p.h + at, p.x + at, p.norm, p.D, scale(token), threadIdx.x % 32, 32);
+            scale_row<4>(p.h + at, p.x + at, p.norm, p.D, scale<32>(token), threadIdx.x % 32, 32);
         }
         wait_until(p.counters, router_tiles<T>() * shape.splits);
         if (token < p.T) choose_experts(p, token, keys + warp * rounded(p.E));
@@ -85,9 +93,9 @@ struct Route : Plain {
 
 cudaError_t launch_norm_route(const RouteParams& p, const Chip& chip) {
     Route op;
-    op.shape = {p.T, p.D, 0, 0, p.eps};
+    op.shape = {p.T, p.D, 0, 0, 0, p.eps};
     op.p = p;
-    return launch<16, 32, 64>(op, chip);
+    return launch<16, 32, 1>(op, chip);
 }
 
 }  // namespace kimi_fx::layer

@@ -1,4 +1,4 @@
-// Queries of the q latent, then into the latent, head by head; and, a block for each token beside them, its pool row.
+// Queries of the q latent, then into the latent, head by head; and beside them the tokens' pool rows, a warp a token.
 
 #include "heads.h"
 #include "pair.h"
@@ -40,22 +40,18 @@ struct QUp : Plain {
         }
     }
 
-    __host__ __device__ int extras() const { return p.T; }
+    __host__ __device__ int extras() const { return (p.T + kWarps - 1) / kWarps; }
     template <class T>
-    __device__ void extra(int token, uint4*) const {
-        __shared__ float of_warps[kThreads / 32];
+    __device__ void extra(int block, uint4*) const {
+        int lane = threadIdx.x % 32, token = block * kWarps + int(threadIdx.x / 32);
+        if (token >= p.T) return;
         const __nv_bfloat16* latent = p.x + int64_t(token) * (p.q_lora + p.L + p.R) + p.q_lora;
         __nv_bfloat16* to = p.rows + int64_t(token) * (p.L + p.R);
         float square = 0;
-        for (int i = 4 * threadIdx.x; i < p.L; i += 4 * kThreads) square += squares_of_rounded(load_four(latent + i));
-        square = sum_of_lanes(square, 32);
-        if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = square;
-        __syncthreads();
-        square = 0;
-#pragma unroll
-        for (int w = 0; w < kThreads / 32; ++w) square += of_warps[w];
-        scale_row(to, latent, p.norm, p.L, inverse_rms(square, p.L, p.eps), threadIdx.x, kThreads);
-        for (int i = 4 * threadIdx.x; i < p.R; i += 4 * kThreads) {
+#pragma unroll 4
+        for (int i = 4 * lane; i < p.L; i += 128) square += squares_of_rounded(load_four(latent + i));
+        scale_row<2>(to, latent, p.norm, p.L, inverse_rms(sum_of_lanes(square, 32), p.L, p.eps), lane, 32);
+        for (int i = 4 * lane; i < p.R; i += 128) {
             float4 turned = rotate(load_four(latent + p.L + i), p.cos + token * p.R + i, p.sin + token * p.R + i);
             store_four(to + p.L + i, turned);
         }
@@ -66,7 +62,7 @@ struct QUp : Plain {
 
 cudaError_t launch_q_up_absorb(const QUpParams& p, const HeadParams& absorb, int32_t* counters, const Chip& chip) {
     QUp op;
-    op.shape = {p.T, p.q_lora, 0, 0, p.eps};
+    op.shape = {p.T, p.q_lora, 0, 0, 0, p.eps};
     op.p = p;
     return launch_dependent(op, heads<true>(absorb), counters, chip);
 }

@@ -13,24 +13,44 @@ namespace kimi_fx::layer {
 // banks.
 template <int Across>
 struct Place {
-    int row, along;
-    __device__ explicit Place(int at) : row(at / Across), along(at % Across) {}
-    __device__ static int of(int row, int along) { return row * Across + (along ^ row % 8); }
-    __device__ int swizzled() const { return of(row, along); }
+    unsigned row, along;
+    __device__ explicit Place(unsigned at) : row(at / Across), along(at % Across) {}
+    __device__ static unsigned of(unsigned row, unsigned along) { return row * Across + (along ^ row % 8); }
+    __device__ unsigned swizzled() const { return of(row, along); }
 };
 
+// This thread's vectors of a tile's weights. Where they lie is worked out once: code that runs once a step stays short,
+// since every multiprocessor must fetch it anew in every layer.
 template <class T, class Op>
-__device__ void copy_weights(const Op& op, int tile, int step, uint4* stage, uint64_t policy) {
-    constexpr int kAcross = Op::kTransposed ? T::kRows / 8 : T::kAcross;
+struct Weights {
+    static constexpr int kAcross = Op::kTransposed ? T::kRows / 8 : T::kAcross, kOwn = T::kWeights / kThreads;
+    const __nv_bfloat16* tile_at;
+    int from[kOwn];  // beyond there
+    int stride;      // from step to step
+    int k;           // input of the first in a step
+
+    __device__ Weights(const Op& op, int tile) {
+        Place<kAcross> first(threadIdx.x);
+        k = Op::kTransposed ? first.row : 8 * first.along;
+        tile_at = op.template weight<T>(tile, 0, 0);
+        stride = op.template weight<T>(tile, 0, T::kStep) - tile_at;
 #pragma unroll
-    for (int i = 0; i < T::kWeights / kThreads; ++i) {
-        Place<kAcross> place(threadIdx.x + i * kThreads);
-        int k = step * T::kStep + (Op::kTransposed ? place.row : 8 * place.along);
-        bool real = k < op.shape.inputs;
-        const __nv_bfloat16* from = op.template weight<T>(tile, Op::kTransposed ? 8 * place.along : place.row, real ? k : 0);
-        copy_once(stage + place.swizzled(), from, real, policy);
+        for (int i = 0; i < kOwn; ++i) {
+            Place<kAcross> place(threadIdx.x + i * kThreads);
+            from[i] = (Op::kTransposed ? op.template weight<T>(tile, 8 * place.along, place.row)
+                                       : op.template weight<T>(tile, place.row, k)) - tile_at;
+        }
     }
-}
+
+    __device__ void copy(const Op& op, int step, uint4* stage, uint64_t policy) const {
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            Place<kAcross> place(threadIdx.x + i * kThreads);
+            int own = step * T::kStep + k + (Op::kTransposed ? i * (kThreads / kAcross) : 0);
+            copy_once(stage + place.swizzled(), tile_at + from[i] + step * stride, own < op.shape.inputs, policy);
+        }
+    }
+};
 
 // This thread's vectors of the tokens: all of one column.
 template <class T, class F>
@@ -38,19 +58,32 @@ __device__ void for_each_vector(F f) {
     constexpr int kVectors = T::kTokens * T::kAcross;
 #pragma unroll
     for (int i = 0; i < (kVectors + kThreads - 1) / kThreads; ++i) {
-        int at = threadIdx.x + i * kThreads;
+        unsigned at = threadIdx.x + i * kThreads;
         if (kVectors % kThreads == 0 || at < kVectors) f(i, Place<T::kAcross>(at));
     }
 }
 
 template <class T, class Op>
-__device__ void copy_tokens(const Op& op, int tile, int step, uint4* stage) {
-    for_each_vector<T>([&](int, Place<T::kAcross> place) {
-        int k = step * T::kStep + 8 * place.along;
-        bool real = place.row < op.shape.T && k < op.shape.inputs;
-        copy(stage + T::kWeights + place.swizzled(), op.template input<T>(tile, real ? place.row : 0, real ? k : 0), real);
-    });
-}
+struct Tokens {
+    const __nv_bfloat16* from;
+    int pitch;  // between two of this thread's
+    int k;
+
+    __device__ Tokens(const Op& op, int tile) {
+        Place<T::kAcross> first(threadIdx.x);
+        k = 8 * first.along;
+        from = op.template input<T>(tile, first.row, k);
+        pitch = op.template input<T>(tile, kThreads / T::kAcross, 0) - op.template input<T>(tile, 0, 0);
+    }
+
+    __device__ void copy(const Op& op, int step, uint4* stage) const {
+        bool real = step * T::kStep + k < op.shape.inputs;
+        for_each_vector<T>([&](int i, Place<T::kAcross> place) {
+            const __nv_bfloat16* x = from + step * T::kStep + i * pitch;
+            copy_vector(stage + T::kWeights + place.swizzled(), x, real && int(place.row) < op.shape.T);
+        });
+    }
+};
 
 // ---- the norm ----
 
@@ -80,13 +113,6 @@ struct Norm {
     static constexpr int kOwn = (T::kTokens * T::kAcross + kThreads - 1) / kThreads;
     float squares[kOwn] = {};
     uint4 next;  // weights of the step to come
-
-    // All of this block's, so that none of its steps waits for memory.
-    template <class Op>
-    __device__ static void warm_up(const Op& op, int first, int count) {
-        int end = min((first + count) * T::kStep, op.shape.inputs);
-        for (int k = first * T::kStep + 8 * threadIdx.x; k < end; k += 8 * kThreads) warm(op.norm() + k);
-    }
 
     template <class Op>
     __device__ void fetch(const Op& op, int step) {
@@ -118,13 +144,12 @@ struct Norm {
     __device__ void store(float* of_tokens) const {
         constexpr int kLanes = T::kAcross < 32 ? T::kAcross : 32;
         constexpr int kVectors = T::kTokens * T::kAcross;
-        int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
-            int at = threadIdx.x + i * kThreads;
+            unsigned at = threadIdx.x + i * kThreads;
             float sum = sum_of_lanes(squares[i], kLanes);
-            if (lane % kLanes != 0 || at >= kVectors) continue;
-            int token = at / T::kAcross;
+            if (at % kLanes != 0 || at >= kVectors) continue;
+            unsigned token = at / T::kAcross;
             of_tokens[2 * token + at % T::kAcross / 32] = sum;
             if (T::kAcross <= 32) of_tokens[2 * token + 1] = 0;
         }

@@ -56,9 +56,10 @@ __device__ inline float4 rotate(float4 v, const float* cos, const float* sin) {
 }
 
 // x * scale * weight, by `threads` threads of which this is one, each with several vectors under way.
-__device__ inline void scale_row(__nv_bfloat16* to, const __nv_bfloat16* x, const __nv_bfloat16* weight, int width,
+template <int kAtOnce>
+__device__ void scale_row(__nv_bfloat16* to, const __nv_bfloat16* x, const __nv_bfloat16* weight, int width,
                                  float scale, int thread, int threads) {
-    constexpr int kAtOnce = 7;
+#pragma unroll 1
     for (int from = 8 * thread; from < width; from += 8 * threads * kAtOnce) {
         uint4 values[kAtOnce], weights[kAtOnce];
 #pragma unroll

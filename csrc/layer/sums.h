@@ -12,23 +12,23 @@ using Sums = float[T::kM][T::kN][4];
 // A warp's share of a step: every kAlongInputs-th 32 of its inputs.
 template <class T, bool Transposed>
 __device__ void multiply_step(Sums<T>& sums, const uint4* weights, const uint4* tokens) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int row = warp % T::kAlongRows * (16 * T::kM), rest = warp / T::kAlongRows;
-    int token = rest % T::kAlongTokens * (8 * T::kN), part = rest / T::kAlongTokens;
-    int first = lane / 8 % 2, second = lane / 16, in_matrix = lane % 8;  // of the lane's matrix of a, and its row
+    unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    unsigned row = warp % T::kAlongRows * (16 * T::kM), rest = warp / T::kAlongRows;
+    unsigned token = rest % T::kAlongTokens * (8 * T::kN), part = rest / T::kAlongTokens;
+    unsigned first = lane / 8 % 2, second = lane / 16, in_matrix = lane % 8;  // of the lane's matrix of a, and its row
 #pragma unroll
     for (int i = 0; i < T::kStep / 32 / T::kAlongInputs; ++i) {
-        int k = (i * T::kAlongInputs + part) * 4;  // in vectors
+        unsigned k = (i * T::kAlongInputs + part) * 4;  // in vectors
 #pragma unroll
         for (int half = 0; half < 2; ++half, k += 2) {
             uint32_t a[T::kM][4];
 #pragma unroll
             for (int m = 0; m < T::kM; ++m) {
                 if constexpr (Transposed) {
-                    int input = 8 * (k + second) + in_matrix;
+                    unsigned input = 8 * (k + second) + in_matrix;
                     load_transposed(a[m], weights + Place<T::kRows / 8>::of(input, row / 8 + 2 * m + first));
                 } else {
-                    int r = row + 16 * m + 8 * first + in_matrix;
+                    unsigned r = row + 16 * m + 8 * first + in_matrix;
                     load_matrices(a[m], weights + Place<T::kAcross>::of(r, k + second));
                 }
             }
@@ -36,7 +36,7 @@ __device__ void multiply_step(Sums<T>& sums, const uint4* weights, const uint4* 
 #pragma unroll
             for (int n = 0; n < T::kN; n += kTogether) {
                 uint32_t b[2 * kTogether];
-                int t = token + 8 * n + (kTogether > 1 ? 8 * second : 0) + in_matrix;
+                unsigned t = token + 8 * n + (kTogether > 1 ? 8 * second : 0) + in_matrix;
                 load_matrices(b, tokens + Place<T::kAcross>::of(t, k + first));
 #pragma unroll
                 for (int j = 0; j < kTogether; ++j) {
@@ -50,16 +50,16 @@ __device__ void multiply_step(Sums<T>& sums, const uint4* weights, const uint4* 
 
 template <class T>
 __device__ void store_sums(const Sums<T>& sums, float* to) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int row = warp % T::kAlongRows * (16 * T::kM), rest = warp / T::kAlongRows;
-    int token = rest % T::kAlongTokens * (8 * T::kN), part = rest / T::kAlongTokens;
+    unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    unsigned row = warp % T::kAlongRows * (16 * T::kM), rest = warp / T::kAlongRows;
+    unsigned token = rest % T::kAlongTokens * (8 * T::kN), part = rest / T::kAlongTokens;
 #pragma unroll
     for (int m = 0; m < T::kM; ++m) {
 #pragma unroll
         for (int n = 0; n < T::kN; ++n) {
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                int t = part * T::kTokens + token + 8 * n + lane % 4 * 2 + r % 2;
+                unsigned t = part * T::kTokens + token + 8 * n + lane % 4 * 2 + r % 2;
                 to[t * T::kPitch + row + 16 * m + r / 2 * 8 + lane / 4] = sums[m][n][r];
             }
         }
@@ -76,7 +76,8 @@ __device__ inline void add(float4& sum, const float4& x) {
 // Four sums of a token and their neighbours: over the warps of this block, kept in the first one's place.
 template <class T>
 __device__ void add_warps(float* sums) {
-    for (int at = threadIdx.x; T::kAlongInputs > 1 && at < T::kTokens * T::kRows / 4; at += kThreads) {
+#pragma unroll 1
+    for (unsigned at = threadIdx.x; T::kAlongInputs > 1 && at < T::kTokens * T::kRows / 4; at += kThreads) {
         float4* to = reinterpret_cast<float4*>(sums + at / (T::kRows / 4) * T::kPitch) + at % (T::kRows / 4);
         float4 sum = *to;
 #pragma unroll
@@ -89,12 +90,20 @@ __device__ void add_warps(float* sums) {
 template <class T>
 struct Total {
     const float* sums;  // of this block
+    float4 start;
     int token, blocks;
 
     __device__ float4 operator()(int row) const {
         const float4* mine = reinterpret_cast<const float4*>(sums + token * T::kPitch + row);
-        float4 sum = load_peer(mine, 0, blocks);
-        for (int rank = 1; rank < blocks; ++rank) add(sum, load_peer(mine, rank, blocks));
+        float4 parts[kMostSplits], sum = start;
+#pragma unroll
+        for (int rank = 0; rank < kMostSplits; ++rank) {
+            if (rank < blocks) parts[rank] = load_peer(mine, rank, blocks);
+        }
+#pragma unroll
+        for (int rank = 0; rank < kMostSplits; ++rank) {
+            if (rank < blocks) add(sum, parts[rank]);
+        }
         return sum;
     }
 };

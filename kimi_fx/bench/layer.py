@@ -2,9 +2,10 @@
 
 Every cell captures LAYERS layers in one CUDA graph, each with weights of its own (68 MB, together far past the L2
 cache), and takes the median of its replays over the layers. Attention's output and the routed experts' sum are inputs
-that stand ready. Operators are also timed one by one, each alone in its graph: these times have launches and waits in
-them that a whole layer hides. The floor is the weights read once at the card's read rate, measured in the same run.
-The peer is the same layer in compiled PyTorch, router in fp32.
+that stand ready, and only where launches are counted they run too. Operators are also timed one by one, each alone in
+its graph, where launches and waits show that a whole layer hides, and the layer once more without overlapped launches
+("apart"). The floor is the weights read once at the card's read rate, measured in the same run. The peer is the same
+layer in compiled PyTorch, router in fp32.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import with_environment
 from ..ops import KERNELS, REFERENCE, Ops
 from ..runtime.build import load_kernels
+from . import mla
 from .device import Cells, Rates, asked, heat_map, per_layer, rates, report, result
+from .moe import random_experts
 from .record import say
 
 LAYERS = 60
@@ -95,12 +99,33 @@ def route(ops: Ops, w: Weights, i: Inputs, x: Tensor, squares: Tensor) -> tuple[
     return ops.norm_route(x, squares, i.counters, w.norm, w.router, i.bias, w.gate_up, i.valid, K, SCALE, EPS)
 
 
-def layer(ops: Ops, w: Weights, i: Inputs) -> tuple[Tensor, ...]:
+Part = Callable[..., Tensor]
+
+
+def layer(ops: Ops, w: Weights, i: Inputs, attend: Part | None = None, mix: Part | None = None) -> tuple[Tensor, ...]:
+    """`attend` and `mix` are attention and experts, where they run."""
     qkv = ops.norm_linear(i.x, w.attention_norm, w.qkv_a, EPS, False)
     q, rows = up(ops, w, i, qkv)
-    x, squares = ops.v_up_o(i.o, w.w_uv, w.o, i.x, i.counters)
-    h, shared, *routing = route(ops, w, i, x, squares)
-    return ops.linear_add(shared, w.down, x, i.routed), q, rows, h, *routing
+    o = attend(q, rows) if attend else i.o
+    x, squares = ops.v_up_o(o, w.w_uv, w.o, i.x, i.counters)
+    h, shared, ids, *routing = route(ops, w, i, x, squares)
+    routed = mix(h, *routing) if mix else i.routed
+    return ops.linear_add(shared, w.down, x, routed), q, rows, h, ids, *routing
+
+
+def count_launches(w: Weights, i: Inputs) -> int:
+    """Kernels of a whole layer, attention over 1,000 tokens and routed experts included."""
+    a, e = mla.inputs(mla.Shape(1, 1000, len(i.x), H)), random_experts(INNER)
+    schedule = KERNELS.mla_schedule(a.length, len(i.x), H)
+
+    def attend(q: Tensor, rows: Tensor) -> Tensor:
+        own = rows.unsqueeze(0), a.ancestors, schedule, L, mla.SCALE
+        return KERNELS.mla_tree_verify(q.unsqueeze(0), a.pools[0], a.page_table, a.length, *own).flatten(0, 1)
+
+    def mix(h: Tensor, *routing: Tensor) -> Tensor:
+        return KERNELS.marlin_moe(h, e.w13, e.s13, e.w2, e.s2, *routing)
+
+    return launches(lambda: layer(KERNELS, w, i, attend, mix))
 
 
 def parts(i: Inputs) -> dict[str, Callable[[Weights], object]]:
@@ -120,7 +145,7 @@ def parts(i: Inputs) -> dict[str, Callable[[Weights], object]]:
 def launches(call: Callable[[], object]) -> int:
     """Kernels of one call."""
     call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
@@ -132,9 +157,11 @@ def measure_rows(
     i = inputs(rows)
     seconds, floor = per_layer(lambda w: layer(KERNELS, w, i), layers), layers[0].bytes / card.read
     cell = {"rows": rows, "part": "layer", "us": seconds * 1e6, "floor us": floor * 1e6, "over floor": seconds / floor}
+    with with_environment({"KIMI_FX_OVERLAP": "0"}):
+        cell["apart us"] = per_layer(lambda w: layer(KERNELS, w, i), layers) * 1e6
     cell |= {name: per_layer(call, layers) * 1e6 for name, call in parts(i).items()}
     cell["lm_head"] = per_layer(lambda w: KERNELS.norm_linear(i.x, layers[0].norm, w, EPS, True), heads) * 1e6
-    cell["launches"] = launches(lambda: layer(KERNELS, layers[0], i))
+    cell["launches"] = count_launches(layers[0], i)
     if peer:
         compiled = torch.compile(lambda w: layer(REFERENCE, w, i))
         slow = per_layer(compiled, layers[:16])
@@ -158,7 +185,18 @@ def run(overrides: Sequence[str]) -> int:
     """Takes `rows=[1,16] peers=[]`, and `folder=` for JSON and picture."""
     given, folder = asked("layer", list(DEFAULTS), overrides)
     found = measure(DEFAULTS | {key: [int(n) for n in words] for key, words in given.items()})
-    heads = ["rows", "us", "floor us", "over floor", "launches", "norm_qkv_a", "q_up_absorb", "v_up_o", "norm_route"]
+    heads = [
+        "rows",
+        "us",
+        "apart us",
+        "floor us",
+        "over floor",
+        "launches",
+        "norm_qkv_a",
+        "q_up_absorb",
+        "v_up_o",
+        "norm_route",
+    ]
     heads += ["shared_down", "lm_head", "compiled torch us", "torch over ours"]
     report("layer", found, heads, heat_map(found["cells"], "part", "rows"), folder, f"{LAYERS} layers in a graph")
     return 0

@@ -52,6 +52,8 @@ def run(overrides: Sequence[str]) -> int:
     asked = {key: listed(key, words.pop(key, value)) for key, value in DEFAULTS.items()}
     config = load_config(["target=kimi_k2_6", *(f"{key}={value}" for key, value in words.items())])
     place = own_place(config)
+    if place.port:
+        raise ValueError("bench sums starts its ranks itself: call it without torchrun.")
     config = settled(config, place)
     if config.device != "cuda" or not config.mesh.near:
         raise ValueError("bench sums compares two ways to sum on CUDA devices joined by NVLink: use mesh.tp=2 or more.")

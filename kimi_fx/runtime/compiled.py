@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def compile_step(bucket: Bucket, arguments: Arguments, kernels: Path) -> tuple[b
     start = time.monotonic()
     traced = step.prefill_step if isinstance(bucket, Chunk) else step.ddtree_step
     options: Any = {"guard_filter_fn": no_guards, "cpp.dynamic_threads": True}
-    with building_in(kernels), named_only(), torch._dynamo.config.patch(enable_aot_compile=True):
+    with building_in(kernels), torch._dynamo.config.patch(enable_aot_compile=True), short_messages():
         compiled: Any = torch.compile(traced, fullgraph=True, dynamic=False, options=options)
         clear_caches()  # a kernel that is only in memory would be missing in the folder
         for leaf in opened(arguments):
@@ -88,12 +88,12 @@ def no_guards(entries: Any) -> list[bool]:
 
 
 @contextmanager
-def named_only() -> Iterator[None]:
-    """Inductor of torch 2.11 spells out, for a log that nobody reads, every operand of an operator it meets first, and
-    theirs in turn: behind a few of ours that takes forever. Here it gets the operator's name."""
+def short_messages() -> Iterator[None]:
+    """Up to torch 2.11 Inductor writes out all that an operator depends on for a message that is not shown: time and
+    length double with every operator in a row."""
     from torch._inductor.exc import OperatorIssue
 
-    with mock.patch.object(OperatorIssue, "operator_str", staticmethod(lambda target, *_: str(target))):
+    with patch.object(OperatorIssue, "operator_str", staticmethod(lambda target, args, kwargs: str(target))):
         yield
 
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.shards import AXES
 from ..config import Config, environment, see_only
+from ..graphs.axis import Axis, gather, psum, rows_of_columns
 from .peers import part, share
 from .watch import Watch
 
@@ -104,7 +105,9 @@ class Ranks:
         mesh = DeviceMesh.from_group(everybody, device.type, mesh_dim_names=AXES)
         if self.config.mesh.near and device.type == "cuda":
             share(GROUP, self.store, rank, size, device)
-        dist.all_reduce(torch.zeros(1, device=device))  # connects, so that the first round finds connections
+        x, axis = torch.zeros(size, 1, device=device), Axis(GROUP, size)
+        for connect in (psum, gather, rows_of_columns):  # so that the first round finds connections
+            connect(x, axis)
         return mesh
 
     def meet(self, where: str) -> None:

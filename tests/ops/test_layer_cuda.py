@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kimi_fx.bench.layer import launches
 from kimi_fx.ops import KERNELS
+from kimi_fx.ops.norm_route import choose
 from kimi_fx.runtime.build import load_kernels
 from oracles import layer
 from oracles.layer import Case, Draw
@@ -45,7 +46,8 @@ def check(case: Case) -> None:
         if expected is None:
             continue
         error = ((ours.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-        most = 5e-3 if ours.numel() >= 256 else 1e-2  # few values scatter
+        many = ours.numel() >= 1024 and case.args[0].shape[-1] >= 128
+        most = 5e-3 if many else 2e-2  # few values scatter, and in few inputs roundings of inputs do not cancel
         assert error < most, f"{case.name}: relative error {error:.2e}"  # NaN fails too
     if case.name == "norm_route":
         layer.check_choice(case, found[0], *found[2:])
@@ -95,7 +97,7 @@ def test_v_up_o(T: int, H: int, L: int, value: int, D: int, seed: int) -> None:
 @given(
     T=rows,
     D=inputs,
-    E=st.sampled_from([8, 32, 64, 384]),
+    E=st.sampled_from([8, 32, 64, 384, 1024]),
     inner=st.sampled_from([8, 64, 256, 512]),
     k=st.sampled_from([1, 4, 8]),
     padding=st.sampled_from([0.0, 0.3]),
@@ -103,6 +105,22 @@ def test_v_up_o(T: int, H: int, L: int, value: int, D: int, seed: int) -> None:
 )
 def test_norm_route(T: int, D: int, E: int, inner: int, k: int, padding: float, seed: int) -> None:
     check(layer.norm_route(draw(seed), T, D, E, inner, k, padding))
+
+
+@settings(deadline=None, max_examples=40)
+@given(T=rows, E=st.sampled_from([8, 32, 96, 104, 384, 1000, 1024]), k=st.integers(1, 32), seed=seeds)
+def test_the_lowest_id_wins_ties(T: int, E: int, k: int, seed: int) -> None:
+    """Inputs with one value not zero: equal weights give equal logits."""
+    k, (_, args, _) = min(k, E), layer.norm_route(draw(seed), T, 64, E, 8, min(k, E), padding=0.2)
+    x, squares, counters, norm, router, bias, gate_up, valid, *rest = args
+    x.zero_()[:, 0] = 2
+    squares.fill_(4)
+    router.zero_()[:, 0] = torch.randint(-2, 3, (E,), device="cuda") / 8
+    bias = torch.randint(0, 2, (E,), device="cuda") * 4.0
+    found = KERNELS.norm_route(x, squares, counters, norm.fill_(1), router, bias, gate_up, valid, *rest)
+    logits = found[0].float() @ router.float().T
+    expected = choose(logits, bias, valid, k, layer.SCALE)
+    assert all(torch.equal(found[2 + i], expected[i]) for i in (0, 2, 3))
 
 
 def of_a_large_model(T: int, seed: int = 0) -> list[Case]:

@@ -15,7 +15,7 @@ from kimi_fx.graphs.state import Shape, slots
 from kimi_fx.graphs.step import ddtree_step
 from kimi_fx.runtime import builders
 from kimi_fx.runtime.buckets import name
-from kimi_fx.runtime.compiled import named_only
+from kimi_fx.runtime.compiled import short_messages
 from oracles.toys import random_pair
 
 PLAIN = Shape(1, 1, 1, 1)
@@ -75,7 +75,7 @@ def test_operands_are_not_spelled_out_while_compiling() -> None:
         def __str__(self) -> str:
             raise AssertionError("spelled out")
 
-    with named_only():
+    with short_messages():
         assert OperatorIssue.operator_str("kimi_fx::linear_add", [Deep()], {}) == "kimi_fx::linear_add"
     with pytest.raises(AssertionError):
         OperatorIssue.operator_str("kimi_fx::linear_add", [Deep()], {})
