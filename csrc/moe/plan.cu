@@ -13,10 +13,10 @@ static int64_t most_items(const Params& p) {
     return std::min(pairs, p.E + pairs / (8 * p.tiles));
 }
 
-// What is faster at an expert's share of tokens, measured on an H200 (kimi_fx/bench/LOG-moe.md).
+// What is faster at an expert's share of tokens, as measured (kimi_fx/bench/LOG-moe.md).
 cudaError_t plan(Params& p, int device) {
     int64_t share = int64_t(p.T) * p.k / p.E;
-    p.tiles = share < 8 ? 1 : share < 15 ? 2 : 6;
+    p.tiles = share < 9 ? 1 : share < 15 ? 2 : 6;
     p.counters = most_items(p) + 1;
     return many(p) ? plan_many(p, device) : plan_few(p, device);
 }

@@ -191,16 +191,13 @@ struct Ring {
     const Params& p;
     Barriers& b;
     uint4* ring;
-    uint32_t address = shared_address(ring);
     Place place{0, 0};
 
-    // The next stage's address.
-    __device__ uint32_t wait() {
+    // The next stage.
+    __device__ const uint4* wait() {
         barrier_wait(b.full + place.slot, place.parity);
-        return address + place.slot * (kSlot<NT> * 16);
+        return ring + place.slot * kSlot<NT>;
     }
-
-    __device__ const uint4* slot() const { return ring + place.slot * kSlot<NT>; }
 
     // The task that begins there.
     __device__ Task task() {
