@@ -12,17 +12,19 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <initializer_list>
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "mla/launch.h"
 #include "mla/schedule.h"
 #include "moe/launch.h"
-#include "moe/route.h"
 #include "round/build_tree.h"
 #include "round/chunk.h"
 #include "round/commit.h"
 #include "round/draft_attention.h"
+#include "round/peer_sum.h"
 #include "round/sample_and_walk.h"
 
 namespace {
@@ -59,6 +61,19 @@ Device device_of(const Tensor& x) {
 void check(const Tensor& x, const char* name, ScalarType type, int64_t dim) {
     STD_TORCH_CHECK(x.is_cuda() && x.is_contiguous() && x.dim() == dim && x.scalar_type() == type, name,
                     ": wanted a contiguous CUDA tensor of ", dim, " dimensions and the documented dtype.");
+}
+
+void check_shape(const Tensor& x, const char* name, ScalarType type, std::initializer_list<int64_t> shape) {
+    check(x, name, type, static_cast<int64_t>(shape.size()));
+    bool same = true;
+    std::string wanted, found;
+    for (const int64_t& size : shape) {
+        const char* comma = wanted.empty() ? "" : ", ";
+        int64_t actual = x.size(&size - shape.begin());
+        wanted += comma + std::to_string(size), found += comma + std::to_string(actual);
+        same &= actual == size;
+    }
+    STD_TORCH_CHECK(same, name, ": wanted [", wanted, "], found [", found, "].");
 }
 
 Tensor mla_schedule(const Tensor& length, int64_t nodes, int64_t heads) {
@@ -128,39 +143,6 @@ Tensor mla_tree_verify(const Tensor& q, const Tensor& pool, const Tensor& page_t
                         : mla::launch_mma(params, device.shared, device.arch, device.stream));
     STD_CUDA_CHECK(mla::launch_combine(params, device.arch, device.stream));
     return out;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> moe_route(const Tensor& logits, const Tensor& bias, const Tensor& valid,
-                                                     int64_t k, double scale) {
-    check(logits, "logits", ScalarType::Float, 2);
-    check(bias, "bias", ScalarType::Float, 1);
-    check(valid, "valid", ScalarType::Bool, 1);
-    int64_t T = logits.size(0), E = logits.size(1);
-    STD_TORCH_CHECK(bias.size(0) == E && valid.size(0) == T, "logits are [", T, ", ", E, "], bias [", bias.size(0),
-                    "] and valid [", valid.size(0), "]: they disagree.");
-    STD_TORCH_CHECK(E <= moe::kMaxRouted && k >= 1 && k <= std::min<int64_t>(E, moe::kMaxChosen), "top ", k, " of ", E,
-                    " experts was asked for: at most ", moe::kMaxChosen, " of ", moe::kMaxRouted, " are built.");
-    torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
-    Device device = device_of(logits);
-    Tensor ids = torch::stable::new_empty(logits, {T, k}, ScalarType::Int);
-    Tensor weights = torch::stable::new_empty(logits, {T, k});
-    Tensor order = torch::stable::new_empty(logits, {T * k}, ScalarType::Int);
-    Tensor offsets = torch::stable::new_empty(logits, {E + 1}, ScalarType::Int);
-    moe::RouteParams params{
-        .logits = data<float>(logits),
-        .bias = data<float>(bias),
-        .valid = data<bool>(valid),
-        .ids = static_cast<int32_t*>(ids.mutable_data_ptr()),
-        .weights = static_cast<float*>(weights.mutable_data_ptr()),
-        .order = static_cast<int32_t*>(order.mutable_data_ptr()),
-        .offsets = static_cast<int32_t*>(offsets.mutable_data_ptr()),
-        .T = static_cast<int>(T),
-        .E = static_cast<int>(E),
-        .K = static_cast<int>(k),
-        .scale = static_cast<float>(scale),
-    };
-    STD_CUDA_CHECK(moe::launch_route(params, device.arch, device.stream));
-    return {ids, weights, order, offsets};
 }
 
 void check_packed(const Tensor& x, const char* name, ScalarType type, int64_t E, int64_t rows, int64_t columns) {
@@ -236,10 +218,10 @@ using Tree = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 Tree build_tree(const Tensor& logits, const Tensor& anchor, const Tensor& budget, const Tensor& width, int64_t nodes,
                 int64_t max_width) {
     check(logits, "logits", ScalarType::Float, 3);
-    check(anchor, "anchor", ScalarType::Long, 1);
-    check(budget, "budget", ScalarType::Long, 1);
-    check(width, "width", ScalarType::Long, 1);
     int64_t B = logits.size(0), D = logits.size(1), V = logits.size(2), k = std::min({max_width, nodes, V});
+    check_shape(anchor, "anchor", ScalarType::Long, {B});
+    check_shape(budget, "budget", ScalarType::Long, {B});
+    check_shape(width, "width", ScalarType::Long, {B});
     STD_TORCH_CHECK(nodes >= 1 && nodes <= rounds::kMaxNodes && D <= rounds::kMaxDepth && k >= 1 &&
                         V <= rounds::kMaxVocabulary,
                     "a tree of ", nodes, " nodes, ", D, " levels and ", V, " ids was asked for: at most ",
@@ -249,12 +231,11 @@ Tree build_tree(const Tensor& logits, const Tensor& anchor, const Tensor& budget
     int64_t chunks = rounds::row_chunks(V);
     Tensor keys = torch::stable::new_empty(anchor, {B, D, k, chunks});
     Tensor sums = torch::stable::new_empty(logits, {B, D, chunks, 2});
-    Tensor lists = torch::stable::new_empty(anchor, {B, D, k + 1});
-    Tensor arrived = torch::stable::new_empty(anchor, {B}, ScalarType::Int);
     Tensor token = torch::stable::new_empty(anchor, {B, nodes}), parent = torch::stable::new_empty(anchor, {B, nodes});
     Tensor depth = torch::stable::new_empty(anchor, {B, nodes}), score = torch::stable::new_empty(logits, {B, nodes});
     Tensor ancestors = torch::stable::new_empty(anchor, {B, nodes, 2});
     Tensor valid = torch::stable::new_empty(anchor, {B, nodes}, ScalarType::Bool);
+    if (B == 0) return {token, parent, depth, score, ancestors, valid};
     rounds::TreeParams params{
         .logits = data<float>(logits),
         .anchor = data<int64_t>(anchor),
@@ -262,8 +243,6 @@ Tree build_tree(const Tensor& logits, const Tensor& anchor, const Tensor& budget
         .width = data<int64_t>(width),
         .keys = out<uint64_t>(keys),
         .sums = out<void>(sums),
-        .lists = out<uint64_t>(lists),
-        .arrived = out<int32_t>(arrived),
         .token = out<int64_t>(token),
         .parent = out<int64_t>(parent),
         .depth = out<int64_t>(depth),
@@ -289,27 +268,30 @@ Emitted sample_and_walk(const Tensor& logits, const Tensor& token, const Tensor&
                         const Tensor& seed, const Tensor& sample, const Tensor& logprobs, const Tensor& stop_ids,
                         const Tensor& remaining, const Tensor& min_remaining) {
     check(logits, "logits", ScalarType::Float, 3);
-    check(token, "token", ScalarType::Long, 2);
-    check(parent, "parent", ScalarType::Long, 2);
-    check(position, "position", ScalarType::Long, 1);
-    check(active, "active", ScalarType::Bool, 1);
-    check(temperature, "temperature", ScalarType::Float, 1);
-    check(top_k, "top_k", ScalarType::Long, 1);
-    check(top_p, "top_p", ScalarType::Float, 1);
-    check(min_p, "min_p", ScalarType::Float, 1);
-    check(presence, "presence", ScalarType::Float, 1);
-    check(frequency, "frequency", ScalarType::Float, 1);
-    check(repetition, "repetition", ScalarType::Float, 1);
-    check(bias, "bias", ScalarType::Float, 2);
-    check(counts, "counts", ScalarType::Int, 2);
-    check(seen, "seen", ScalarType::Bool, 2);
-    check(seed, "seed", ScalarType::Long, 2);
-    check(sample, "sample", ScalarType::Long, 1);
-    check(logprobs, "logprobs", ScalarType::Int, 1);
     check(stop_ids, "stop_ids", ScalarType::Long, 2);
-    check(remaining, "remaining", ScalarType::Long, 1);
-    check(min_remaining, "min_remaining", ScalarType::Long, 1);
     int64_t B = logits.size(0), N = logits.size(1), V = logits.size(2), stops = stop_ids.size(1);
+    check_shape(token, "token", ScalarType::Long, {B, N});
+    check_shape(parent, "parent", ScalarType::Long, {B, N});
+    check_shape(position, "position", ScalarType::Long, {B});
+    check_shape(active, "active", ScalarType::Bool, {B});
+    check_shape(temperature, "temperature", ScalarType::Float, {B});
+    check_shape(top_k, "top_k", ScalarType::Long, {B});
+    check_shape(top_p, "top_p", ScalarType::Float, {B});
+    check_shape(min_p, "min_p", ScalarType::Float, {B});
+    check_shape(presence, "presence", ScalarType::Float, {B});
+    check_shape(frequency, "frequency", ScalarType::Float, {B});
+    check_shape(repetition, "repetition", ScalarType::Float, {B});
+    check_shape(bias, "bias", ScalarType::Float, {B, V});
+    check_shape(counts, "counts", ScalarType::Int, {B, V});
+    check_shape(seen, "seen", ScalarType::Bool, {B, V});
+    check_shape(seed, "seed", ScalarType::Long, {B, 2});
+    check_shape(sample, "sample", ScalarType::Long, {B});
+    check_shape(logprobs, "logprobs", ScalarType::Int, {B});
+    check_shape(stop_ids, "stop_ids", ScalarType::Long, {B, stops});
+    check_shape(remaining, "remaining", ScalarType::Long, {B});
+    check_shape(min_remaining, "min_remaining", ScalarType::Long, {B});
+    STD_TORCH_CHECK(N >= 1 && V >= 1 && rows >= 1, rows, " tokens of ", N, " nodes and ", V,
+                    " ids were asked for: at least one of each is needed.");
     STD_TORCH_CHECK(rows <= rounds::kMaxRows && stops <= rounds::kMaxStops && V <= rounds::kMaxVocabulary, rows,
                     " tokens of ", V, " ids and ", stops, " stop ids were asked for: at most ", rounds::kMaxRows, ", ",
                     rounds::kMaxVocabulary, " and ", rounds::kMaxStops, " are built.");
@@ -317,8 +299,10 @@ Emitted sample_and_walk(const Tensor& logits, const Tensor& token, const Tensor&
     Device device = device_of(logits);
     constexpr int64_t kTop = rounds::kAlternatives;
     int64_t chunks = rounds::row_chunks(V);
-    bool spill = rounds::slices_spill(B, V, N, device.shared, device.arch, device.blocks);
-    Tensor slices = torch::stable::new_empty(logits, {spill ? B : 0, (V + 3) / 4 * 4});
+    bool spill = B && rounds::slices_spill(B, V, N, device.shared, device.arch, device.blocks);
+    int64_t ahead = B ? rounds::nodes_ahead(B, N, device.arch, device.blocks) : 0;
+    Tensor slices = torch::stable::new_empty(logits, {spill ? B * std::max<int64_t>(ahead, 1) : 0, (V + 3) / 4 * 4});
+    Tensor drawn = torch::stable::new_empty(token, {B, ahead}, ScalarType::Int);
     Tensor keys = torch::stable::new_empty(token, {B, rows, kTop, chunks});
     Tensor sums = torch::stable::new_empty(logits, {B, rows, chunks, 2});
     Tensor arrived = torch::stable::new_empty(token, {B, rows}, ScalarType::Int);
@@ -327,6 +311,7 @@ Emitted sample_and_walk(const Tensor& logits, const Tensor& token, const Tensor&
     Tensor logprob = torch::stable::new_empty(logits, {B, rows});
     Tensor top_ids = torch::stable::new_empty(token, {B, rows, kTop});
     Tensor top_logprobs = torch::stable::new_empty(logits, {B, rows, kTop});
+    if (B == 0) return {tokens, count, path, finish, logprob, top_ids, top_logprobs};
     rounds::WalkParams params{
         .logits = data<float>(logits),
         .token = data<int64_t>(token),
@@ -350,6 +335,7 @@ Emitted sample_and_walk(const Tensor& logits, const Tensor& token, const Tensor&
         .remaining = data<int64_t>(remaining),
         .min_remaining = data<int64_t>(min_remaining),
         .slices = spill ? out<float>(slices) : nullptr,
+        .drawn = out<int32_t>(drawn),
         .keys = out<uint64_t>(keys),
         .sums = out<void>(sums),
         .arrived = out<int32_t>(arrived),
@@ -365,6 +351,7 @@ Emitted sample_and_walk(const Tensor& logits, const Tensor& token, const Tensor&
         .V = static_cast<int>(V),
         .A = static_cast<int>(rows),
         .stops = static_cast<int>(stops),
+        .ahead = static_cast<int>(ahead),
     };
     STD_CUDA_CHECK(rounds::launch_walk(params, device.arch, device.blocks, device.stream));
     STD_CUDA_CHECK(rounds::launch_logprobs(params, device.arch, device.stream));
@@ -372,14 +359,19 @@ Emitted sample_and_walk(const Tensor& logits, const Tensor& token, const Tensor&
 }
 
 // `pool` [layers, P, 64, row…] and what goes into it, [layers, B, n, row] with a row in one piece.
-rounds::Rows rows_of(Tensor& pool, const Tensor& rows, const char* name) {
-    int64_t layers = pool.size(0), width = rows.size(3) * rows.element_size();
+rounds::Rows rows_of(Tensor& pool, const Tensor& rows, const char* name, int64_t B, int64_t n) {
+    STD_TORCH_CHECK(pool.is_cuda() && pool.is_contiguous() && pool.dim() >= 4 && pool.size(2) == mla::kPage &&
+                        rows.is_cuda() && rows.dim() == 4 && pool.scalar_type() == rows.scalar_type(),
+                    name, ": wanted rows of 4 dimensions for a contiguous pool of the same dtype in pages of 64.");
+    int64_t layers = pool.size(0), row = 1, width = rows.size(3) * rows.element_size();
+    for (int dim = 3; dim < pool.dim(); ++dim) row *= pool.size(dim);
+    STD_TORCH_CHECK(rows.size(0) == layers && rows.size(1) == B && rows.size(2) == n && rows.size(3) == row, name,
+                    ": wanted [", layers, ", ", B, ", ", n, ", ", row, "], found [", rows.size(0), ", ", rows.size(1),
+                    ", ", rows.size(2), ", ", rows.size(3), "].");
     auto piece = [&](int64_t dim) { return rows.stride(dim) * static_cast<int64_t>(rows.element_size()) / 16; };
     bool whole = rows.stride(3) == 1 && width % 16 == 0;
     for (int dim = 0; dim < 3; ++dim) whole &= rows.stride(dim) * rows.element_size() % 16 == 0;
-    STD_TORCH_CHECK(pool.is_cuda() && pool.is_contiguous() && rows.is_cuda() && rows.dim() == 4 &&
-                        pool.scalar_type() == rows.scalar_type() && rows.size(0) == layers && (!layers || whole),
-                    name, ": wanted a contiguous pool and rows of the same dtype in pieces of 16 bytes.");
+    STD_TORCH_CHECK(!layers || whole, name, ": wanted rows in pieces of 16 bytes, found rows of ", width, ".");
     return {out<uint4>(pool), data<uint4>(rows), pool.size(1), piece(0), piece(1), piece(2),
             static_cast<int>(layers), static_cast<int>(width / 16)};
 }
@@ -388,26 +380,34 @@ void commit(Tensor pool, Tensor draft_k, Tensor draft_v, Tensor anchor, Tensor l
             Tensor seen, Tensor remaining, Tensor min_remaining, const Tensor& page_table, const Tensor& rows,
             const Tensor& k, const Tensor& v, const Tensor& path, const Tensor& kept, const Tensor& tokens,
             const Tensor& count, const Tensor& finish, const Tensor& running) {
-    check(anchor, "anchor", ScalarType::Long, 1);
-    check(length, "length", ScalarType::Int, 1);
-    check(active, "active", ScalarType::Bool, 1);
     check(counts, "counts", ScalarType::Int, 2);
-    check(seen, "seen", ScalarType::Bool, 2);
-    check(remaining, "remaining", ScalarType::Long, 1);
-    check(min_remaining, "min_remaining", ScalarType::Long, 1);
     check(page_table, "page_table", ScalarType::Int, 2);
     check(path, "path", ScalarType::Long, 2);
-    check(kept, "kept", ScalarType::Long, 1);
     check(tokens, "tokens", ScalarType::Long, 2);
-    check(count, "count", ScalarType::Long, 1);
-    check(finish, "finish", ScalarType::Long, 1);
-    check(running, "running", ScalarType::Bool, 1);
+    int64_t B = counts.size(0), V = counts.size(1), A = path.size(1);
+    check_shape(anchor, "anchor", ScalarType::Long, {B});
+    check_shape(length, "length", ScalarType::Int, {B});
+    check_shape(active, "active", ScalarType::Bool, {B});
+    check_shape(seen, "seen", ScalarType::Bool, {B, V});
+    check_shape(remaining, "remaining", ScalarType::Long, {B});
+    check_shape(min_remaining, "min_remaining", ScalarType::Long, {B});
+    check_shape(page_table, "page_table", ScalarType::Int, {B, page_table.size(1)});
+    check_shape(path, "path", ScalarType::Long, {B, A});
+    check_shape(kept, "kept", ScalarType::Long, {B});
+    check_shape(tokens, "tokens", ScalarType::Long, {B, tokens.size(1)});
+    check_shape(count, "count", ScalarType::Long, {B});
+    check_shape(finish, "finish", ScalarType::Long, {B});
+    check_shape(running, "running", ScalarType::Bool, {B});
+    rounds::Rows target = rows_of(pool, rows, "rows", B, rows.size(2));
+    rounds::Rows own_k = rows_of(draft_k, k, "k", B, A), own_v = rows_of(draft_v, v, "v", B, A);
+    STD_TORCH_CHECK(own_k.layers == own_v.layers, "k has ", own_k.layers, " layers and v ", own_v.layers, ".");
     torch::stable::accelerator::DeviceGuard guard(pool.get_device_index());
+    if (B == 0) return;
     Device device = device_of(pool);
     rounds::CommitParams params{
-        .target = rows_of(pool, rows, "rows"),
-        .draft_k = rows_of(draft_k, k, "k"),
-        .draft_v = rows_of(draft_v, v, "v"),
+        .target = target,
+        .draft_k = own_k,
+        .draft_v = own_v,
         .anchor = out<int64_t>(anchor),
         .length = out<int32_t>(length),
         .active = out<bool>(active),
@@ -422,9 +422,9 @@ void commit(Tensor pool, Tensor draft_k, Tensor draft_v, Tensor anchor, Tensor l
         .count = data<int64_t>(count),
         .finish = data<int64_t>(finish),
         .running = data<bool>(running),
-        .B = static_cast<int>(anchor.size(0)),
-        .A = static_cast<int>(path.size(1)),
-        .V = static_cast<int>(counts.size(1)),
+        .B = static_cast<int>(B),
+        .A = static_cast<int>(A),
+        .V = static_cast<int>(V),
         .table_width = static_cast<int>(page_table.size(1)),
         .emitted = static_cast<int>(tokens.size(1)),
     };
@@ -492,6 +492,33 @@ Tensor draft_attention(const Tensor& q, const Tensor& pool_k, const Tensor& pool
     return result;
 }
 
+Tensor peer_sum(const Tensor& x, const Tensor& buffers, int64_t rank, int64_t capacity) {
+    bool f32 = x.scalar_type() == ScalarType::Float;
+    check(x, "x", f32 ? ScalarType::Float : ScalarType::BFloat16, x.dim());
+    check(buffers, "buffers", ScalarType::Long, 1);
+    int64_t ranks = buffers.size(0), bytes = x.numel() * (f32 ? 4 : 2);
+    STD_TORCH_CHECK(1 < ranks && ranks <= rounds::kPeers && 0 <= rank && rank < ranks, "rank ", rank, " of ", ranks,
+                    " is not one of 2 to ", rounds::kPeers, " ranks.");
+    STD_TORCH_CHECK(bytes <= capacity && bytes % 16 == 0 && capacity % 16 == 0 && capacity < int64_t(1) << 32,
+                    "a buffer takes multiples of 16 bytes up to ", capacity, ", found ", bytes, ".");
+    torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    Tensor result = torch::stable::empty_like(x);
+    if (bytes == 0) return result;
+    Device device = device_of(x);
+    rounds::PeerSumParams params{
+        .x = data<uint4>(x),
+        .out = out<uint4>(result),
+        .buffers = data<uint8_t*>(buffers),
+        .pieces = bytes / 16,
+        .capacity = capacity,
+        .rank = static_cast<int>(rank),
+        .ranks = static_cast<int>(ranks),
+        .f32 = f32,
+    };
+    STD_CUDA_CHECK(rounds::launch_peer_sum(params, device.arch, device.stream));
+    return result;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(kimi_fx_cuda, m) {
@@ -499,8 +526,6 @@ STABLE_TORCH_LIBRARY(kimi_fx_cuda, m) {
     m.def(
         "mla_tree_verify(Tensor q, Tensor pool, Tensor page_table, Tensor length, Tensor rows, Tensor? ancestors, "
         "Tensor schedule, float scale) -> Tensor");
-    m.def(
-        "moe_route(Tensor logits, Tensor bias, Tensor valid, int k, float scale) -> (Tensor, Tensor, Tensor, Tensor)");
     m.def(
         "marlin_moe(Tensor x, Tensor w13, Tensor s13, Tensor w2, Tensor s2, Tensor weights, Tensor order, "
         "Tensor offsets) -> Tensor");
@@ -521,15 +546,16 @@ STABLE_TORCH_LIBRARY(kimi_fx_cuda, m) {
     m.def(
         "draft_attention(Tensor q, Tensor pool_k, Tensor pool_v, Tensor page_table, Tensor length, Tensor k, Tensor v, "
         "float scale, int window, bool causal) -> Tensor");
+    m.def("peer_sum(Tensor x, Tensor buffers, int rank, int capacity) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kimi_fx_cuda, CUDA, m) {
     m.impl("mla_schedule", TORCH_BOX(&mla_schedule));
     m.impl("mla_tree_verify", TORCH_BOX(&mla_tree_verify));
-    m.impl("moe_route", TORCH_BOX(&moe_route));
     m.impl("marlin_moe", TORCH_BOX(&marlin_moe));
     m.impl("build_tree", TORCH_BOX(&build_tree));
     m.impl("sample_and_walk", TORCH_BOX(&sample_and_walk));
     m.impl("commit", TORCH_BOX(&commit));
     m.impl("draft_attention", TORCH_BOX(&draft_attention));
+    m.impl("peer_sum", TORCH_BOX(&peer_sum));
 }

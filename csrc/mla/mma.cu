@@ -134,8 +134,7 @@ struct Loader {
     uint32_t ring, full;  // shared addresses of the stages and of their barriers
     int pages = 0;        // of 32 tiles, one a lane
 
-    // Steps in order: every 32 tiles the lanes fetch the next pages. Rows that hold nothing become zeros, as the
-    // pool's may be NaN.
+    // Steps in order: every 32 tiles the lanes fetch the next pages. Rows that hold nothing are left to clear_unused.
     __device__ void copy(int step, int stage) {
         Span s = span_of<T>(p, piece, step);
         int tile = step / (kPage / T), lane = threadIdx.x % 32, at = piece.tile + tile + lane;
@@ -150,14 +149,6 @@ struct Loader {
         int valid = s.valid <= 0 ? 0 : max(min(s.valid - first, kRows), 0);
 #ifdef KIMI_FX_BULK
         constexpr int kBytes = kRow * sizeof(__nv_bfloat16);
-        if (s.valid > 0 && valid < kRows) {
-            for (int i = valid * (kRow / 8) + lane; i < kRows * (kRow / 8); i += 32) {
-                uint32_t cell = to + (i / (kRow / 8) * kStride + i % (kRow / 8) * 8) * 2;
-                asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(cell), "r"(0) : "memory");
-            }
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-            __syncwarp();
-        }
         if (lane == 0) {
             asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(valid * kBytes)
                          : "memory");
@@ -171,20 +162,30 @@ struct Loader {
                 : "memory");
         }
 #else
-        if (s.valid > 0) {
 #pragma unroll 4
-            for (int i = lane; i < kRows * (kRow / 8); i += 32) {
-                int row = i / (kRow / 8), column = i % (kRow / 8) * 8;
-                bool inside = row < valid;
-                asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                                 to + (row * kStride + column) * 2),
-                             "l"(inside ? from + row * kRow + column : p.pool), "r"(inside ? 16 : 0));
-            }
+        for (int i = lane; i < valid * (kRow / 8); i += 32) {
+            int row = i / (kRow / 8), column = i % (kRow / 8) * 8;
+            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to + (row * kStride + column) * 2),
+                         "l"(from + row * kRow + column));
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 #endif
     }
 };
+
+// Rows of a step that hold nothing become zeros, as the pool's may be NaN. By the math warps, which meet before they
+// read them.
+template <int T>
+__device__ void clear_unused(uint32_t kv, int valid) {
+    if (valid >= T) return;
+    uint32_t at = kv + valid * kStride * 2 + threadIdx.x * 16;
+    for (; at < kv + T * kStride * 2; at += kMathThreads * 16) {
+        asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(at), "r"(0) : "memory");
+    }
+#ifdef KIMI_FX_BULK
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 
 // The i-th piece of this block, walked anew for each: few pieces, and no registers to keep the walk in.
 __device__ bool piece_at(const Params& p, int i, Piece& piece) {
@@ -282,13 +283,15 @@ __global__ void __launch_bounds__(Tile<M, T>::kThreads, 1) mma_kernel(Params p, 
                 loader.copy(step + stages - 1, place.stage == 0 ? stages - 1 : place.stage - 1);
             }
             uint32_t kv = ring + place.stage * S::kStageBytes, read = S::kLoaders ? empty + place.stage * 8 : 0;
+            Span source = span_of<T>(p, piece, step);
+            if (source.valid > 0) clear_unused<T>(kv, source.valid);  // what was there has been read: two syncs ago
             wait(full + place.stage * 8, place.parity);
             place.advance(stages);
-            Span source = span_of<T>(p, piece, step);
             if (source.valid <= 0) {
                 if (S::kLoaders && lane == 0) arrive(read);
                 continue;
             }
+            if (source.valid < T) sync_math();
 
             // which of this step's tokens softmax row i sees; early, as it may be a load, where registers allow
             auto sight = [&](int i) -> uint32_t {

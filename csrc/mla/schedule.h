@@ -15,6 +15,7 @@
 
 #pragma once
 
+#include "../common/ceil_div.h"
 #include "params.h"
 
 namespace kimi_fx::mla {
@@ -22,8 +23,6 @@ namespace kimi_fx::mla {
 constexpr int kMaxBlocks = 256;
 constexpr int kPairCost = 2;   // loading q and writing the output, in KV tiles
 constexpr int kMaxTree = 128;  // nodes of a tree at most; more are a causal chunk
-
-__host__ __device__ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Rows of a row tile, from static shape alone.
 __host__ __device__ inline int row_tile(int N, int H) { return N * H <= 16 ? 16 : N * H <= 32 ? 32 : 64; }

@@ -1,155 +1,118 @@
-// The best-first draft tree in two launches: chunks of the vocabulary summarised by many blocks; then a block a depth
-// joins its chunks' lists, and the last block of a request to arrive builds its tree.
+// The best-first draft tree in two launches: chunks of the vocabulary summarised by many blocks; then a block a
+// request, in which a warp a depth merges its chunks' lists while one more builds the tree from what they have so far.
 //
-// The tree is the best nodes there are, so it is found level by level and ordered at the end. Of a level's nodes in
-// order, the i-th's child of rank r has (i + 1)(r + 1) - 1 better ones beside it: few can be among the budget's best.
-// Fewer still reach a bound that enough nodes are known to reach. Keys compare as (score descending, depth, parent,
-// rank), so the tree is the reference's for the same log-probabilities.
+// A node has one child that could be next, as children come in the order of their ranks: the frontier has a place a
+// node, and the warp holds it in registers. Its best by (score descending, depth, parent, rank) is two reductions away,
+// so the tree is the reference's for the same log-probabilities.
 
 #include "build_tree.h"
 
+#include "merge.h"
 #include "top.h"
 
 namespace kimi_fx::round {
 namespace {
 
-constexpr int kFound = kMaxDepth * kMost + 1;  // nodes of all levels, at most
-
 struct TreeMemory {
-    TopMemory top;
-    float gains[(kMaxDepth + 1) * (kMost + 1)];  // a row of k + 1 a depth and one more; -inf at the ends
-    uint32_t place[kMaxNodes];  // of the tree's: depth << 16 | parent << 8 | rank
-    float score[kMaxNodes];
+    volatile float gains[(kMaxDepth + 1) * (kMost + 1)];  // a row of k + 1 a depth and one more; -inf at the ends
+    int token[kMaxDepth * kMost];
+    uint32_t tag[kMaxNodes];  // of the tree's nodes
+    volatile float score[kMaxNodes];
+    volatile bool built;
+    int count;
 };
 
-// The nodes found, in the end of what a level leaves of its candidates' room.
-struct Found {
-    uint64_t* keys;
-    uint32_t* link;  // the parent's place among them << 8 | rank
+// What stands for a log-probability until it is known.
+__device__ float unknown() { return __int_as_float(0x7fffffff); }
+__device__ bool known(float gain) { return __float_as_int(gain) != 0x7fffffff; }
 
-    __device__ explicit Found(TopMemory& m)
-        : keys(m.candidate + kCandidates - kFound), link(reinterpret_cast<uint32_t*>(keys) - kFound) {}
-};
-static_assert(sizeof(uint64_t) * (kCandidates - kFound) - sizeof(uint32_t) * kFound >= 8 * 700);  // sum of 127 / i: 690
-
-// Best last: the level's nodes by (score, parent, rank), and all nodes by (score, depth, place in the level).
-__device__ uint64_t node_key(float score, uint32_t place) {
-    return ~(uint64_t(__float_as_uint(score) & 0x7fffffff) << 32 | place);
-}
-__device__ float score_of(uint64_t key) { return 0.0f - __uint_as_float(uint32_t(~key >> 32)); }
-
-__global__ void __launch_bounds__(kThreads) summarise_kernel(TreeParams p) {
+__global__ void __launch_bounds__(kThreads, kSummaries) summarise_kernel(TreeParams p) {
     __shared__ TopMemory memory;
     begin();
-    int chunk = blockIdx.x, depth = blockIdx.y, b = blockIdx.z;
-    if (chunk == 0 && depth == 0 && threadIdx.x == 0) p.arrived[b] = 0;
-    int chunks = gridDim.x;
+    int chunk = blockIdx.x, depth = blockIdx.y, b = blockIdx.z, chunks = gridDim.x;
     int64_t row = int64_t(b) * p.D + depth, at = row * chunks;
-    summarise(p.logits + row * p.V, p.V, chunk, chunks, p.k, p.keys + at * p.k, static_cast<Sum*>(p.sums) + at, memory);
+    Sum* sums = static_cast<Sum*>(p.sums) + at;
+    summarise(p.logits + row * p.V, p.V, chunk, chunks, p.k, p.keys + at * p.k, sums, memory);
 }
 
-// A depth's tokens and log-probabilities, -inf where out of bounds.
-__device__ void rank(const TreeParams& p, int depth, int b, int chunks, TopMemory& m) {
-    int64_t row = int64_t(b) * p.D + depth, at = row * chunks;
-    Sum whole = gather(p.keys + at * p.k, static_cast<const Sum*>(p.sums) + at, chunks, p.k, m);
-    float total = whole.log();
-    uint64_t* list = p.lists + row * (p.k + 1);
-    int r = threadIdx.x;
-    if (r < p.k) {
-        uint64_t key = m.list[r];
+// A depth's tokens and log-probabilities one after another, -inf after the last; by its warp.
+__device__ void rank(Merge& merge, float total, int width, int depth, int k, TreeMemory& m) {
+    volatile float* gains = m.gains + depth * (k + 1);
+    for (int r = 0; r < k; ++r) {
+        if (r % 8 == 7 && m.built) return;
+        uint64_t key = r < width ? merge.next() : 0;
         float value = key ? value_of(key) : -INFINITY;
-        float gain = r < p.width[b] && value > -INFINITY ? fminf(value - total, 0.0f) : -INFINITY;
-        list[r] = uint64_t(id_of(key)) << 32 | __float_as_uint(gain);
-    }
-    if (r == p.k) list[r] = __float_as_uint(total < INFINITY ? -INFINITY : NAN);
-}
-
-// A score that at least `most` nodes reach, by those beside the path of the best tokens; -inf where they are fewer.
-__device__ float bound(int D, int k, int most, TreeMemory& m) {
-    int thread = threadIdx.x;
-    float* path = m.score;  // of the best tokens above a depth
-    if (thread < D) {
-        float sum = 0;
-        for (int d = 0; d < thread; ++d) sum += m.gains[d * (k + 1)];
-        path[thread] = sum;
-    }
-    __syncthreads();
-    float best = -INFINITY;
-    int depth = D ? thread % D : 0, rank = D ? thread / D : k;
-    while (rank < k) {  // rank by rank over the threads, as the best have low ranks
-        best = fmaxf(best, path[depth] + m.gains[depth * (k + 1) + rank]);
-        depth += kThreads % D, rank += kThreads / D;
-        if (depth >= D) depth -= D, ++rank;
-    }
-    return value_threshold(best, most, m.top);
-}
-
-// The keys of the level's nodes that can be among the `most` best, in any order, to `candidate`. The level above has
-// `count` nodes, in order at `above`.
-__device__ void expand(const float* gains, int k, int most, float bound, const uint64_t* above, int count,
-                       TopMemory& m) {
-    for (int i = threadIdx.x / 32; i < count; i += kThreads / 32) {
-        float parent = score_of(above[i]);
-        for (int r = threadIdx.x % 32; r < k && (i + 1) * (r + 1) <= most; r += 32) {
-            float score = parent + gains[r];
-            bool reaches = gains[r] > -INFINITY && score >= bound;
-            if (reaches) m.candidate[atomicAdd(&m.count, 1)] = node_key(score, i << 8 | r);
+        if (threadIdx.x % 32 == 0) {
+            m.token[depth * k + r] = id_of(key);
+            gains[r] = value > -INFINITY ? fminf(value - total, 0.0f) : -INFINITY;
         }
+        if (value == -INFINITY) return;
     }
+    if (threadIdx.x % 32 == 0) gains[k] = -INFINITY;
 }
 
-// All nodes that can be in the tree, level by level, each level in order. Returns how many.
-__device__ int find_nodes(int D, int k, int most, const Found& f, TreeMemory& m) {
-    int thread = threadIdx.x, first = 0, end = 1;  // the level's
-    float least = bound(D, k, most, m);
-    if (thread == 0) f.keys[0] = node_key(0, 0), f.link[0] = 0;
-    for (int depth = 0; depth < D && first < end; ++depth) {
-        if (thread == 0) m.top.count = 0;
-        __syncthreads();
-        expand(m.gains + depth * (k + 1), k, most, least, f.keys + first, end - first, m.top);
-        __syncthreads();
-        int count = m.top.count;
-        rank_all(m.top.candidate, count, [&](int c, int at) {
-            if (at >= most) return;
-            uint64_t key = m.top.candidate[c];
-            uint32_t from = ~uint32_t(key);
-            f.keys[end + at] = node_key(score_of(key), (depth + 1) << 16 | at);
-            f.link[end + at] = (first + (from >> 8)) << 8 | (from & 0xff);
-        });
-        first = end, end += min(count, most);
-        __syncthreads();
+// Grows with the score, which is at most 0; 0 for -inf.
+__device__ uint32_t order_of(float score) { return 0x7f800000 - (__float_as_uint(score) & 0x7fffffff); }
+__device__ float score_of(uint32_t order) { return 0.0f - __uint_as_float(0x7f800000 - order); }
+
+// What orders equal scores: the depth, as the place of the parent's gains, then the parent, then the rank.
+__device__ uint32_t tag_of(int row, int parent) { return row << 14 | parent << 7; }
+__device__ int row_of(uint32_t tag) { return tag >> 14; }
+__device__ int parent_of(uint32_t tag) { return tag >> 7 & 127; }
+__device__ int rank_of(uint32_t tag) { return tag & 127; }
+
+// The tree of at most `budget` nodes under the root, by one warp, of which a lane has `Each` places of the frontier.
+template <int Each>
+__device__ void grow(int budget, int k, TreeMemory& m) {
+    int lane = threadIdx.x % 32, count = 1;
+    uint32_t order[Each], tag[Each];
+    auto wait_for = [](volatile float* gain, float seen) {
+        while (!known(seen)) seen = *gain;
+        return seen;
+    };
+    uint32_t best = order_of(0.0f + wait_for(m.gains, unknown())), of = tag_of(0, 0);
+#pragma unroll
+    for (int q = 0; q < Each; ++q) order[q] = 0, tag[q] = ~0u;
+    if (lane == 0) m.score[0] = 0, order[0] = best, tag[0] = of;
+    __syncwarp();
+    for (; best && count <= budget; ++count) {
+        int row = row_of(of), parent = parent_of(of);
+        volatile float *next = m.gains + row + rank_of(of) + 1, *child = m.gains + row + k + 1;
+        float next_gain = *next, child_gain = *child, above = m.score[parent], score = score_of(best);
+        if (lane == 0) m.tag[count] = of, m.score[count] = score;
+        uint32_t next_order = order_of(above + wait_for(next, next_gain));
+        uint32_t child_order = order_of(score + wait_for(child, child_gain));
+        best = 0;
+#pragma unroll
+        for (int q = 0; q < Each; ++q) {
+            if (tag[q] == of) order[q] = next_order, ++tag[q];
+            if (count == lane + 32 * q) order[q] = child_order, tag[q] = tag_of(row + k + 1, count);
+            best = max(best, order[q]);
+        }
+        best = __reduce_max_sync(~0u, best);
+        of = ~0u;
+#pragma unroll
+        for (int q = 0; q < Each; ++q) of = order[q] == best ? min(of, tag[q]) : of;
+        of = __reduce_min_sync(~0u, of);
+        __syncwarp();
     }
-    return end;
+    if (lane == 0) m.count = count, m.built = true;
 }
 
-// The tree's nodes in order, of the `found` ones.
-__device__ void order_nodes(int found, int budget, const Found& f, TreeMemory& m) {
-    int* index = reinterpret_cast<int*>(m.top.candidate);
-    rank_all(f.keys, found, [&](int i, int above) { index[i] = above; });
-    __syncthreads();
-    for (int i = threadIdx.x; i < found; i += kThreads) {
-        if (index[i] > budget) continue;
-        uint32_t depth = ~uint32_t(f.keys[i]) >> 16, parent = index[f.link[i] >> 8];
-        m.place[index[i]] = depth << 16 | parent << 8 | (f.link[i] & 0xff);
-        m.score[index[i]] = score_of(f.keys[i]);
-    }
-    __syncthreads();
-}
-
-__device__ void write_node(const TreeParams& p, int b, int i, int count, const TreeMemory& m) {
-    bool valid = i < count;
-    uint32_t place = valid ? m.place[i] : 0;
-    int depth = place >> 16, rank = place & 0xff, parent = place >> 8 & 0xff;
-    int64_t token = valid ? p.anchor[b] : 0, at = int64_t(b) * p.N + i;
-    if (depth) token = __ldcg(p.lists + (int64_t(b) * p.D + depth - 1) * (p.k + 1) + rank) >> 32;
-    uint64_t words[2] = {i < 64 ? uint64_t(1) << i : 0, i < 64 ? 0 : uint64_t(1) << (i - 64)};
-    for (int d = depth, j = i; d > 0; --d) {
-        j = m.place[j] >> 8 & 0xff;
+__device__ void write_node(const TreeParams& p, int b, int i, const TreeMemory& m) {
+    bool valid = i < m.count, below = valid && i > 0;
+    uint32_t tag = below ? m.tag[i] : 0;
+    int depth = below ? row_of(tag) / (p.k + 1) + 1 : 0;
+    int64_t at = int64_t(b) * p.N + i;
+    uint64_t words[2] = {};
+    auto add = [&](int j) {
         words[0] |= j < 64 ? uint64_t(1) << j : 0;
         words[1] |= j < 64 ? 0 : uint64_t(1) << (j - 64);
-    }
-    p.token[at] = token;
-    p.parent[at] = depth ? parent : -1;
+    };
+    add(i);
+    for (int d = depth, j = i; d > 0; --d) add(j = parent_of(m.tag[j]));
+    p.token[at] = below ? m.token[(depth - 1) * p.k + rank_of(tag)] : valid ? p.anchor[b] : 0;
+    p.parent[at] = below ? parent_of(tag) : -1;
     p.depth[at] = depth;
     p.score[at] = valid ? m.score[i] : -INFINITY;
     p.ancestors[2 * at] = words[0];
@@ -157,27 +120,36 @@ __device__ void write_node(const TreeParams& p, int b, int i, int count, const T
     p.valid[at] = valid;
 }
 
-__global__ void __launch_bounds__(kThreads) build_kernel(TreeParams p, int chunks) {
+// D warps that merge and one that builds.
+__global__ void __launch_bounds__(32 * (kMaxDepth + 1)) build_kernel(TreeParams p, int chunks) {
+    extern __shared__ uint64_t held[];
     __shared__ TreeMemory m;
     begin();
-    int b = blockIdx.y, stride = p.k + 1;
-    if (p.D) {
-        rank(p, blockIdx.x, b, chunks, m.top);
-        if (!last_to_arrive(p.arrived + b, gridDim.x, m.top)) return;
+    int b = blockIdx.x, depth = threadIdx.x / 32, first = p.D * (p.k + 1);
+    for (int i = threadIdx.x; i <= first; i += blockDim.x) m.gains[i] = i < first ? unknown() : -INFINITY;
+    if (threadIdx.x == 0) m.built = false;
+    bool merges = depth < p.D, unsound = false;
+    int64_t at = (int64_t(b) * p.D + depth) * chunks;
+    int budget = static_cast<int>(max(min(p.budget[b], int64_t(p.N - 1)), int64_t(0)));
+    float total = 0;
+    if (merges) {
+        total = sum_of(static_cast<const Sum*>(p.sums) + at, chunks).log();
+        unsound = !(total < INFINITY);
     }
-    bool unsound = false;
-    for (int i = threadIdx.x; i < (p.D + 1) * stride; i += kThreads) {
-        float gain = -INFINITY;
-        if (i < p.D * stride) gain = __uint_as_float(uint32_t(__ldcg(p.lists + int64_t(b) * p.D * stride + i)));
-        unsound |= isnan(gain);
-        m.gains[i] = gain;
+    if (__syncthreads_or(unsound)) budget = 0;
+    if (merges && budget) {
+        Merge merge(p.keys + at * p.k, p.k, chunks, held + depth * (kHeld + 1) * chunks);
+        int width = static_cast<int>(max(min(p.width[b], int64_t(p.k)), int64_t(0)));
+        rank(merge, total, width, depth, p.k, m);
     }
-    unsound = __syncthreads_or(unsound);
-    int budget = unsound ? 0 : static_cast<int>(min(p.budget[b], int64_t(p.N - 1)));
-    Found f(m.top);
-    int found = find_nodes(p.D, p.k, max(budget, 1), f, m);
-    order_nodes(found, budget, f, m);
-    for (int i = threadIdx.x; i < p.N; i += kThreads) write_node(p, b, i, min(found, budget + 1), m);
+    if (!merges && budget) {
+        if (p.N <= 32) grow<1>(budget, p.k, m);
+        else if (p.N <= 64) grow<2>(budget, p.k, m);
+        else grow<4>(budget, p.k, m);
+    }
+    if (!merges && !budget) m.score[0] = 0, m.count = 1;
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.N; i += blockDim.x) write_node(p, b, i, m);
 }
 
 }  // namespace
@@ -189,8 +161,12 @@ cudaError_t launch_build_tree(const TreeParams& params, int arch, cudaStream_t s
         cudaError_t error = launch_in_clusters(summarise_kernel, grid, kThreads, 0, 1, arch, stream, params);
         if (error != cudaSuccess) return error;
     }
-    dim3 grid(std::max(params.D, 1), params.B);
-    return launch_in_clusters(build_kernel, grid, kThreads, 0, 1, arch, stream, params, chunks);
+    constexpr int kMostBytes = kMaxDepth * (kHeld + 1) * kMaxChunks * sizeof(uint64_t);
+    static_assert(kMostBytes + sizeof(TreeMemory) <= 99 * 1024);
+    int bytes = params.D * (kHeld + 1) * chunks * sizeof(uint64_t);
+    cudaError_t error = cudaFuncSetAttribute(build_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
+    if (error != cudaSuccess) return error;
+    return launch_in_clusters(build_kernel, params.B, 32 * (params.D + 1), bytes, 1, arch, stream, params, chunks);
 }
 
 }  // namespace kimi_fx::round

@@ -18,8 +18,6 @@ struct TreeParams {
     const int64_t* width;   // [B]
     uint64_t* keys;         // scratch [B, D, k, chunks]
     void* sums;             // scratch [B, D, chunks, 2] f32
-    uint64_t* lists;        // scratch [B, D, k + 1]: token << 32 | log-probability; the last: NaN if the row is unsound
-    int32_t* arrived;       // scratch [B]
     int64_t* token;         // [B, N]
     int64_t* parent;        // [B, N]
     int64_t* depth;         // [B, N]

@@ -2,12 +2,14 @@
 
 #pragma once
 
+#include "common/ceil_div.h"
+
 namespace kimi_fx::round {
 
 constexpr int kChunk = 8192;     // logits of a block
 constexpr int kMaxChunks = 32;   // of a row: a lane each, where they are joined
 constexpr int kMaxVocabulary = kChunk * kMaxChunks;
 
-inline int row_chunks(int V) { return (V + kChunk - 1) / kChunk; }
+inline int row_chunks(int V) { return ceil_div(V, kChunk); }
 
 }  // namespace kimi_fx::round

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/ptx.h"
+#include "warp.h"
 
 namespace kimi_fx::round {
 
@@ -83,22 +84,11 @@ struct Exchange {  // two of each: the next reduction's are written while the la
     uint64_t of_block[2][kMaxCluster];
 };
 
-// The warp's largest, for all its lanes.
-__device__ inline uint64_t largest(uint64_t x) {
-    uint32_t high = __reduce_max_sync(~0u, uint32_t(x >> 32));
-    return uint64_t(high) << 32 | __reduce_max_sync(~0u, x >> 32 == high ? uint32_t(x) : 0);
-}
-
-__device__ inline uint64_t total(uint64_t x) {
-    for (int d = 16; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
-    return x;
-}
-
-// One value for all threads of the cluster, whatever its size: `of_warp` is `largest` or `total`, to which 0 is
-// nothing. `turn` is 0 before the first.
+// One value for all threads of the cluster, of `size` blocks, or of the block, 1: `of_warp` is `largest` or `total`, to
+// which 0 is nothing. `turn` is 0 before the first.
 template <typename Op>
-__device__ uint64_t reduce(Exchange& e, int& turn, uint64_t x, Op of_warp) {
-    int lane = threadIdx.x % 32, size = cluster_size();
+__device__ uint64_t reduce(Exchange& e, int& turn, uint64_t x, Op of_warp, int size) {
+    int lane = threadIdx.x % 32;
     x = of_warp(x);
     if (lane == 0) e.of_warp[turn][threadIdx.x / 32] = x;
     __syncthreads();

@@ -75,8 +75,10 @@ __global__ void __launch_bounds__(32) advance_kernel(CommitParams p) {
 
 cudaError_t launch_commit(const CommitParams& params, int arch, cudaStream_t stream) {
     dim3 grid(params.target.layers + 2 * params.draft_k.layers, params.B, ceil_div(params.A, kRows));
-    cudaError_t error = launch_in_clusters(copy_kernel, grid, kCopyThreads, 0, 1, arch, stream, params);
-    if (error != cudaSuccess) return error;
+    if (grid.x && grid.z) {
+        cudaError_t error = launch_in_clusters(copy_kernel, grid, kCopyThreads, 0, 1, arch, stream, params);
+        if (error != cudaSuccess) return error;
+    }
     return launch_in_clusters(advance_kernel, params.B, 32, 0, 1, arch, stream, params);
 }
 

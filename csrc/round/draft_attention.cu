@@ -110,8 +110,8 @@ __global__ void __launch_bounds__(kThreads, kResident) draft_kernel(DraftParams 
     own.write(p, (int64_t(b) * p.KV + kv) * p.splits + split, first, rows);
 }
 
-constexpr int kJoinThreads = 512;
-constexpr int kAhead = 4;  // partials a thread has in flight before it knows their weights
+constexpr int kJoinThreads = 512;  // at most: four a split
+constexpr int kAhead = 8;  // partials a thread has in flight before it knows their weights
 
 __device__ float block_reduce(float value, bool maximum) {
     __shared__ float of_warp[kJoinThreads / 32];
@@ -121,17 +121,18 @@ __device__ float block_reduce(float value, bool maximum) {
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
     __syncthreads();
     value = of_warp[0];
-    for (int w = 1; w < kJoinThreads / 32; ++w) value = op(value, of_warp[w]);
+    for (int w = 1; w < static_cast<int>(blockDim.x) / 32; ++w) value = op(value, of_warp[w]);
     return value;
 }
 
-// A block has one row; Groups of threads with four columns each take every Groups-th split.
+// A block has one row; groups of threads with four columns each take every groups-th split.
 template <int Head>
 __global__ void __launch_bounds__(kJoinThreads) join_kernel(DraftParams p) {
-    constexpr int kColumns = Head / 4, kGroups = kJoinThreads / kColumns;
+    constexpr int kColumns = Head / 4;
     __shared__ float weight[kMaxSplits];
-    __shared__ float4 sums[kGroups][kColumns];
+    __shared__ float4 sums[kJoinThreads / kColumns][kColumns];
     begin();
+    int groups = blockDim.x / kColumns;
     int group = p.H / p.KV, rows = p.S * group, b = blockIdx.y;
     int slot = blockIdx.x / p.H, head = blockIdx.x % p.H, row = slot * group + head % group;
     Cut cut(p, b);
@@ -145,25 +146,24 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(DraftParams p) {
     float4 ahead[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-        if (start + j * kGroups < used) ahead[j] = load(start + j * kGroups);
+        if (start + j * groups < used) ahead[j] = load(start + j * groups);
     }
     float top = block_reduce(lse, true), share = exp2f(lse - top);
-    if (thread < kMaxSplits) weight[thread] = share;
+    if (thread < used) weight[thread] = share;
     float total = block_reduce(share, false);
 
     float4 sum = make_float4(0, 0, 0, 0);
     auto add = [&](float4 o, float w) { sum.x += w * o.x, sum.y += w * o.y, sum.z += w * o.z, sum.w += w * o.w; };
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-        if (start + j * kGroups < used) add(ahead[j], weight[start + j * kGroups]);
+        if (start + j * groups < used) add(ahead[j], weight[start + j * groups]);
     }
 #pragma unroll 4
-    for (int i = start + kAhead * kGroups; i < used; i += kGroups) add(load(i), weight[i]);
+    for (int i = start + kAhead * groups; i < used; i += groups) add(load(i), weight[i]);
     sums[thread / kColumns][column] = sum;
     __syncthreads();
     if (thread >= kColumns) return;
-#pragma unroll
-    for (int g = 1; g < kGroups; ++g) {
+    for (int g = 1; g < groups; ++g) {
         float4 o = sums[g][column];
         sum.x += o.x, sum.y += o.y, sum.z += o.z, sum.w += o.w;
     }
@@ -182,7 +182,9 @@ cudaError_t launch_head(const DraftParams& p, int arch, cudaStream_t stream) {
     dim3 grid(p.splits, p.KV * row_tiles(p.S, p.H, p.KV), p.B);
     error = launch_in_clusters(draft_kernel<Head>, grid, kThreads, kBytes, 1, arch, stream, p);
     if (error != cudaSuccess) return error;
-    return launch_in_clusters(join_kernel<Head>, dim3(p.S * p.H, p.B), kJoinThreads, 0, 1, arch, stream, p);
+    int threads = std::clamp(ceil_div(4 * p.splits, 32) * 32, 32, kJoinThreads);
+    static_assert(kMaxSplits <= kJoinThreads);
+    return launch_in_clusters(join_kernel<Head>, dim3(p.S * p.H, p.B), threads, 0, 1, arch, stream, p);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "common/ceil_div.h"
 #include "common/overlap.h"
 #include "common/ptx.h"
 
@@ -14,7 +15,5 @@ __device__ inline void begin() {
     ptx::wait_for_previous_kernel();
 #endif
 }
-
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 }  // namespace kimi_fx::round

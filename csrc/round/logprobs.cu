@@ -5,12 +5,13 @@
 
 #include "sample_and_walk.h"
 
+#include "merge.h"
 #include "top.h"
 
 namespace kimi_fx::round {
 namespace {
 
-__global__ void __launch_bounds__(kThreads) logprobs_kernel(WalkParams p, int k) {
+__global__ void __launch_bounds__(kThreads, kSummaries) logprobs_kernel(WalkParams p, int k) {
     __shared__ TopMemory memory;
     begin();
     int chunk = blockIdx.x, chunks = gridDim.x, a = blockIdx.y, b = blockIdx.z, i = threadIdx.x;
@@ -29,13 +30,19 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(WalkParams p, int k)
     summarise(row, p.V, chunk, chunks, k, keys, sums, memory);
     if (!last_to_arrive(p.arrived + at, chunks, memory)) return;
 
-    Sum whole = gather(keys, sums, chunks, k, memory);
+    if (i >= 32) return;
+    Sum whole = sum_of(sums, chunks);
+    Merge merge(keys, k, chunks, memory.candidate);
+    uint64_t own = 0;
+    for (int r = 0; r < k; ++r) {
+        uint64_t key = merge.next();
+        own = r == i ? key : own;
+    }
     auto of = [&](float x) { return x - whole.top - logf(whole.sum); };
     if (i == 0) *logprob = of(row[p.tokens[at]]);
     if (i >= kAlternatives) return;
-    uint64_t key = i < k ? memory.list[i] : 0;
-    ids[i] = key ? id_of(key) : -1;
-    logprobs[i] = key ? of(value_of(key)) : 0;
+    ids[i] = own ? id_of(own) : -1;
+    logprobs[i] = own ? of(value_of(own)) : 0;
 }
 
 }  // namespace

@@ -33,45 +33,91 @@ __device__ void read_rule(const WalkParams& p, int b, Rule& r) {
     r.temperature = p.temperature[b], r.top_p = p.top_p[b], r.min_p = p.min_p[b];
     r.presence = p.presence[b], r.frequency = p.frequency[b], r.repetition = p.repetition[b];
     r.top_k = p.top_k[b], r.remaining = p.remaining[b], r.min_remaining = p.min_remaining[b];
-    for (int i = 0; i < p.stops; ++i) r.stop[i] = p.stop_ids[b * p.stops + i];
     r.noise.seed[0] = p.seed[2 * b], r.noise.seed[1] = p.seed[2 * b + 1];
     r.noise.index = p.position[b] + 1, r.noise.sample = p.sample[b];
 }
 
-__global__ void __launch_bounds__(kWalkThreads, kResident) walk_kernel(WalkParams p) {
-    extern __shared__ float4 dynamic[];
-    __shared__ WalkMemory m;
-    begin();
-    int blocks = cluster_size(), rank = cluster_rank(), b = blockIdx.x / blocks, thread = threadIdx.x;
+// The tree's tokens and parents, then this block's slice of a row.
+struct Dynamic {
+    int2* nodes;
+    float4* slice;
+
+    __device__ Dynamic(float4* memory, int N)
+        : nodes(reinterpret_cast<int2*>(memory)), slice(memory + ceil_div(N * sizeof(int2), 16)) {}
+};
+
+// A request's part in a cluster, which holds its tree and its rule; the copy of the row of `node` is on its way. Rows
+// are those of scratch where slices lie there.
+__device__ Walker begin_request(const WalkParams& p, int b, int row, int node, const Dynamic& dynamic, WalkMemory& m) {
+    int blocks = cluster_size(), rank = cluster_rank(), thread = threadIdx.x;
     int fours = ceil_div(p.V, 4), share = ceil_div(fours, blocks), first = min(rank * share, fours);
-    int2* nodes = reinterpret_cast<int2*>(dynamic + (p.slices ? 0 : share));
+    float4* slice = p.slices ? reinterpret_cast<float4*>(p.slices) + int64_t(row) * fours + first : dynamic.slice;
+    Walker walker{p, m, b, slice, first, min(share, fours - first), share};
+    if (node >= 0) walker.fetch(node);
     for (int i = thread; i < p.N; i += kWalkThreads) {
-        nodes[i] = make_int2(p.token[int64_t(b) * p.N + i], p.parent[int64_t(b) * p.N + i]);
+        dynamic.nodes[i] = make_int2(p.token[int64_t(b) * p.N + i], p.parent[int64_t(b) * p.N + i]);
     }
+    if (thread < p.ahead) m.known[thread] = p.drawn[b * p.ahead + thread];
+    if (thread < p.stops) m.rule.stop[thread] = p.stop_ids[b * p.stops + thread];
     if (thread == 0) read_rule(p, b, m.rule), m.shortlist.count = 0;
     cluster_sync();  // from here every block of the cluster is there to be written to
-    const Rule& r = m.rule;
-    float4* slice = p.slices ? reinterpret_cast<float4*>(p.slices) + int64_t(b) * fours + first : dynamic;
-    bool penalised = r.presence != 0 || r.frequency != 0 || r.repetition != 1;
-    Walker walker{p, m, b, slice, first, min(share, fours - first), share, penalised};
+    walker.penalised = m.rule.presence != 0 || m.rule.frequency != 0 || m.rule.repetition != 1;
+    return walker;
+}
 
+// How many tokens lie on the path to a node, which are put in `drawn`; -1: no walk comes to it.
+__device__ int path_to(const int2* nodes, int node, int* drawn) {
+    int n = 0;
+    for (int j = node; j > 0; ++n) {
+        int parent = nodes[j].y;
+        if (parent < 0 || parent >= j) return -1;
+        j = parent;
+    }
+    if (threadIdx.x == 0 && n <= kMaxRows) {
+        for (int j = node, i = n; i > 0; j = nodes[j].y) drawn[--i] = nodes[j].x;
+    }
+    return n;
+}
+
+// A cluster draws from one of the first nodes, as a walk that comes there would.
+__global__ void __launch_bounds__(kWalkThreads, kResident) draw_kernel(WalkParams p) {
+    extern __shared__ float4 memory[];
+    __shared__ WalkMemory m;
+    begin();
+    int cluster = blockIdx.x / cluster_size(), b = cluster / p.ahead, node = cluster % p.ahead;
+    if (!p.active[b]) return;
+    Dynamic dynamic(memory, p.N);
+    Walker walker = begin_request(p, b, cluster, node, dynamic, m);
+    int n = path_to(dynamic.nodes, node, m.drawn);
+    if (n < 0 || n >= p.A || n >= m.rule.remaining) return wait_for_copies();
+    int token = walker.token(node, n);
+    if (cluster_rank() == 0 && threadIdx.x == 0) p.drawn[blockIdx.x / cluster_size()] = token;
+}
+
+// What was not drawn ahead is drawn when the walk is there.
+__global__ void __launch_bounds__(kWalkThreads, kResident) walk_kernel(WalkParams p) {
+    extern __shared__ float4 memory[];
+    __shared__ WalkMemory m;
+    begin();
+    int b = blockIdx.x / cluster_size(), rank = cluster_rank(), thread = threadIdx.x;
+    bool active = p.active[b];
+    Dynamic dynamic(memory, p.N);
+    Walker walker = begin_request(p, b, b, active && !p.ahead ? 0 : -1, dynamic, m);
     int n = 0, finish = kRuns;
-    for (int node = p.active[b] ? 0 : -1; node >= 0 && n < p.A;) {
-        walker.load(node, n);
-        uint64_t best = walker.best();
-        if (!(fabsf(value_of(best)) < INFINITY)) {
+    for (int node = active ? 0 : -1; node >= 0 && n < p.A;) {
+        int token = node < p.ahead ? m.known[node] : walker.token(node, n);
+        if (token < 0) {
             finish = kNonFinite;
             break;
         }
-        int token = r.temperature > 0 ? walker.draw(best, n) : id_of(best);
         if (thread == 0) {
             m.drawn[n] = token;
             if (rank == 0) p.tokens[int64_t(b) * p.A + n] = token, p.path[int64_t(b) * p.A + n] = node;
         }
         ++n;
-        finish = walker.stops(token) ? kStop : n == r.remaining ? kLength : kRuns;
+        finish = walker.stops(token) ? kStop : n == m.rule.remaining ? kLength : kRuns;
         if (finish != kRuns) break;
-        node = child(nodes, p.N, node, token);
+        node = child(dynamic.nodes, p.N, node, token);
     }
     if (rank) return;
     for (int i = n + thread; i < p.A; i += kWalkThreads) {
@@ -88,24 +134,44 @@ int blocks_of(int B, int arch, int multiprocessors) {
     return arch == 90 && multiprocessors > 8 * (kMaxCluster - 1) && B < 4 ? kMaxCluster : kPortableCluster;
 }
 
-int shared_bytes(int V, int N, int blocks, bool spill) {
-    return (spill ? 0 : ceil_div(ceil_div(V, 4), blocks) * 16) + N * sizeof(int2);
+int shared_bytes(int V, int N, int blocks, bool slices) {
+    return ceil_div(N * sizeof(int2), 16) * 16 + (slices ? ceil_div(ceil_div(V, 4), blocks) * 16 : 0);
+}
+
+template <typename Kernel>
+cudaError_t launch_clusters(Kernel kernel, int clusters, int blocks, int bytes, int arch, cudaStream_t stream,
+                            const WalkParams& p) {
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error == cudaSuccess && blocks > kPortableCluster) {
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    }
+    if (error != cudaSuccess) return error;
+    return launch_in_clusters(kernel, clusters * blocks, kWalkThreads, bytes, blocks, arch, stream, p);
 }
 
 }  // namespace
 
+int nodes_ahead(int B, int N, int arch, int multiprocessors) {
+    int clusters = multiprocessors / (arch < 90 ? 1 : kPortableCluster);
+    int ahead = std::min({clusters / B, N, kMaxAhead});
+    return ahead < kFewestAhead ? 0 : ahead;
+}
+
 bool slices_spill(int B, int V, int N, int shared, int arch, int multiprocessors) {
-    return shared_bytes(V, N, blocks_of(B, arch, multiprocessors), false) + int(sizeof(WalkMemory)) > shared;
+    int blocks = nodes_ahead(B, N, arch, multiprocessors) && arch >= 90 ? kPortableCluster
+                                                                         : blocks_of(B, arch, multiprocessors);
+    return shared_bytes(V, N, blocks, true) + int(sizeof(WalkMemory)) > shared;
 }
 
 cudaError_t launch_walk(const WalkParams& p, int arch, int multiprocessors, cudaStream_t stream) {
-    int blocks = blocks_of(p.B, arch, multiprocessors), bytes = shared_bytes(p.V, p.N, blocks, p.slices);
-    cudaError_t error = cudaFuncSetAttribute(walk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error == cudaSuccess && blocks > kPortableCluster) {
-        error = cudaFuncSetAttribute(walk_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (p.ahead) {
+        int blocks = arch < 90 ? 1 : kPortableCluster, bytes = shared_bytes(p.V, p.N, blocks, !p.slices);
+        cudaError_t error = launch_clusters(draw_kernel, p.B * p.ahead, blocks, bytes, arch, stream, p);
+        if (error != cudaSuccess) return error;
     }
-    if (error != cudaSuccess) return error;
-    return launch_in_clusters(walk_kernel, p.B * blocks, kWalkThreads, bytes, blocks, arch, stream, p);
+    int blocks = p.ahead == p.N ? 1 : blocks_of(p.B, arch, multiprocessors);
+    int bytes = shared_bytes(p.V, p.N, blocks, !p.slices && p.ahead < p.N);
+    return launch_clusters(walk_kernel, p.B, blocks, bytes, arch, stream, p);
 }
 
 }  // namespace kimi_fx::round

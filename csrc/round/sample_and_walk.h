@@ -11,6 +11,8 @@ namespace kimi_fx::round {
 constexpr int kMaxRows = 32;  // A
 constexpr int kMaxStops = 32;
 constexpr int kAlternatives = 20;
+constexpr int kMaxAhead = 8;      // more take longer than the tokens a walk draws one by one
+constexpr int kFewestAhead = 4;  // fewer are not worth a launch
 
 struct WalkParams {
     const float* logits;      // [B, N, V]
@@ -34,7 +36,8 @@ struct WalkParams {
     const int64_t* stop_ids;  // [B, stops]
     const int64_t* remaining;      // [B]
     const int64_t* min_remaining;  // [B]
-    float* slices;        // scratch [B, V rounded up to 4] where shared memory cannot hold a slice, else null
+    float* slices;        // scratch [B * max(ahead, 1), V rounded up to 4] where shared memory holds none, else null
+    int32_t* drawn;       // scratch [B, ahead] tokens; -1: the row is not finite
     uint64_t* keys;       // scratch [B, A, 20, chunks]
     void* sums;           // scratch [B, A, chunks, 2] f32
     int32_t* arrived;     // scratch [B, A]
@@ -46,8 +49,11 @@ struct WalkParams {
     int64_t* top_ids;     // [B, A, 20]
     float* top_logprobs;  // [B, A, 20]
     int32_t B, N, V, A, stops;
+    int32_t ahead;  // nodes drawn from before the walk, all at once
 };
 
+// How many of a request's first nodes to draw from ahead of the walk: those that fill the device once; 0: none.
+int nodes_ahead(int B, int N, int arch, int multiprocessors);
 // Whether a block's shared memory of this many bytes cannot hold its slice of a row.
 bool slices_spill(int B, int V, int N, int shared, int arch, int multiprocessors);
 cudaError_t launch_walk(const WalkParams& params, int arch, int multiprocessors, cudaStream_t stream);

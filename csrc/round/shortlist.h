@@ -32,13 +32,15 @@ struct Shortlist {
         for (int r = 0; r < cluster_size(); ++r) store_to_peer(peer_address(keys + at, r), key);
     }
 
-    // The k-th best of the keys added; 0 where they were too many.
-    __device__ uint64_t best(int k) {
+    // The k-th best of the keys added, whose number goes to `listed`; 0 where they were too many.
+    __device__ uint64_t best(int k, int& listed) {
         cluster_sync();
         uint32_t added = load_from_peer(peer_address(&count, 0));
         cluster_sync();  // all have read the count
         if (cluster_rank() == 0 && threadIdx.x == 0) count = 0;
-        return added > kWalkThreads ? 0 : ranked(keys, static_cast<int>(added), k);
+        if (added > kWalkThreads) return 0;
+        listed = static_cast<int>(added);
+        return ranked(keys, listed, k);
     }
 
     // 0 where there are fewer.

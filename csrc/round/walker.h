@@ -26,7 +26,10 @@ struct WalkMemory {
     Shortlist shortlist;
     Rule rule;
     int drawn[kMaxRows];
+    int known[kMaxAhead];
 };
+
+constexpr int kNothing = -1;  // no token: the row is not finite
 
 // Every operation rounded on its own, as the reference does it.
 __device__ inline float penalise(const Rule& r, float x, int counts, bool seen) {
@@ -55,17 +58,25 @@ struct Walker {
     int first;      // the slice's first, in fours
     int fours;      // of the slice
     int share;      // of any block but the last
-    bool penalised;
+    bool penalised = false;
     bool biased = true;  // until the first row has shown otherwise
+    int fetched = -1;    // the node whose row is on its way to the slice, or there
+    int listed = -1;     // keys of the shortlist, which every block has, that a draw is from; -1: it is from the slices
     int turn = 0;
 
-    template <typename Visit>  // visit(four's index in the slice)
+    template <int Unroll = 2, typename Visit>  // visit(four's index in the slice)
     __device__ void each_four(Visit visit) const {
+#pragma unroll Unroll
         for (int i = threadIdx.x; i < fours; i += kWalkThreads) visit(i);
     }
 
     template <typename Visit>  // visit(logit, id)
     __device__ void each(Visit visit) const {
+        if (listed >= 0) {
+            uint64_t key = static_cast<int>(threadIdx.x) < listed ? m.shortlist.keys[threadIdx.x] : 0;
+            if (key) visit(value_of(key), id_of(key));
+            return;
+        }
         each_four([&](int i) {
             float4 x = slice[i];
             int id = 4 * (first + i);
@@ -73,28 +84,42 @@ struct Walker {
         });
     }
 
-    // The node's row after penalties, bias and the stop ids' mask; n tokens lie on the path.
-    __device__ void load(int node, int n) {
-        const float* row = p.logits + (int64_t(b) * p.N + node) * p.V;
+    template <typename Op>
+    __device__ uint64_t reduced(uint64_t x, Op of_warp) {
+        return reduce(m.exchange, turn, x, of_warp, listed >= 0 ? 1 : cluster_size());
+    }
+
+    __device__ const float* row_of(int node) const { return p.logits + (int64_t(b) * p.N + node) * p.V; }
+
+    // Starts the copy of a node's row.
+    __device__ void fetch(int node) {
+        const float* row = row_of(node);
         bool copied = p.V % 4 == 0 && !p.slices;
         each_four([&](int i) {
             if (copied) copy_four(slice + i, row + 4 * (first + i));
             else slice[i] = load_four<float4>(row, 4 * (first + i), p.V, -INFINITY);
         });
+        fetched = node;
+    }
+
+    // The node's row after penalties, bias and the stop ids' mask; n tokens lie on the path.
+    __device__ void load(int node, int n) {
+        if (fetched != node) fetch(node);
+        if (biased) find_bias();
         wait_for_copies();
         if (penalised) penalise_all();
         if (biased) add_bias();
         bool early = n < m.rule.min_remaining;
         if (early || (penalised && n)) {
             __syncthreads();
-            correct(row, n, early);
+            correct(row_of(node), n, early);
             __syncthreads();
         }
     }
 
     __device__ void penalise_all() {
         int64_t state = int64_t(b) * p.V;
-        each_four([&](int i) {
+        each_four<1>([&](int i) {
             int id = 4 * (first + i);
             int4 counts = load_four<int4>(p.counts + state, id, p.V, 0);
             uchar4 seen = load_four<uchar4>(reinterpret_cast<const unsigned char*>(p.seen) + state, id, p.V,
@@ -105,15 +130,26 @@ struct Walker {
         });
     }
 
-    __device__ void add_bias() {
+    __device__ float4 bias_of(int i) const {
+        return load_four<float4>(p.bias + int64_t(b) * p.V, 4 * (first + i), p.V, 0.0f);
+    }
+
+    // Most requests have none, which is known before their row is there.
+    __device__ void find_bias() {
         bool any = false;
 #pragma unroll 5
         for (int i = threadIdx.x; i < fours; i += kWalkThreads) {
-            float4 y = load_four<float4>(p.bias + int64_t(b) * p.V, 4 * (first + i), p.V, 0.0f), x = slice[i];
+            float4 y = bias_of(i);
             any |= y.x != 0 || y.y != 0 || y.z != 0 || y.w != 0;
-            slice[i] = {x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w};
         }
         biased = __syncthreads_or(any);
+    }
+
+    __device__ void add_bias() {
+        each_four([&](int i) {
+            float4 y = bias_of(i), x = slice[i];
+            slice[i] = {x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w};
+        });
     }
 
     // Ids that the path or a stop changes, from their raw logits on: few, a thread each.
@@ -145,7 +181,7 @@ struct Walker {
             sound &= x < INFINITY;
             if (x > top) top = x, at = id;
         });
-        return reduce(m.exchange, turn, sound ? key_of(top, at) : ~uint64_t(0), largest);
+        return reduced(sound ? key_of(top, at) : ~uint64_t(0), largest);
     }
 
     // value(logit) added up over the keys from `least` on.
@@ -155,7 +191,7 @@ struct Walker {
         each([&](float x, int id) {
             if (key_of(x, id) >= least) own += value(x);
         });
-        return reduce(m.exchange, turn, own, total);
+        return reduced(own, total);
     }
 
     __device__ float mass(uint64_t least) { return __ull2float_rn(sum(least, mass_of)); }
@@ -170,7 +206,7 @@ struct Walker {
             each([&](float x, int id) {
                 if (key_of(x, id) >= low) m.shortlist.add(key_of(x, id));
             });
-            uint64_t found = m.shortlist.best(static_cast<int>(k));
+            uint64_t found = m.shortlist.best(static_cast<int>(k), listed);
             if (found) return found;
         }
         for (;;) {
@@ -181,33 +217,62 @@ struct Walker {
         }
     }
 
+    // Of the path's next token, n tokens being drawn.
+    __device__ NoiseKey noise_of(int n) const {
+        NoiseKey noise = m.rule.noise;
+        noise.index += n;
+        return noise;
+    }
+
     // The best of logit + noise among the keys from `least` on. The row's best has `bar`, and an id's noise is at most
     // -log(its uniform number): few need more than that.
-    __device__ uint64_t noisiest(const NoiseKey& noise, float bar, uint64_t least) {
+    __device__ uint64_t noisiest(int n, float bar, uint64_t least) {
+        NoiseKey noise = noise_of(n);
         uint64_t best = 0;
-        each_four([&](int i) {
-            uint4 words = philox(first + i, noise);
-            float4 four = slice[i];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                float x = j == 0 ? four.x : j == 1 ? four.y : j == 2 ? four.z : four.w, v = uniform(word_of(words, j));
-                int id = 4 * (first + i) + j;
-                if (v > __expf(x - bar + 0.01f)) continue;
-                if (key_of(x, id) < least || expf(x) < m.rule.min_p) continue;
-                best = max(best, key_of(__fadd_rn(x, gumbel(v)), id));
-            }
-        });
-        return reduce(m.exchange, turn, best, largest);
+        auto visit = [&](float x, int id, uint32_t word) {
+            float v = uniform(word);
+            if (v > __expf(x - bar + 0.01f) || key_of(x, id) < least || expf(x) < m.rule.min_p) return;
+            best = max(best, key_of(__fadd_rn(x, gumbel(v)), id));
+        };
+        if (listed >= 0) {
+            each([&](float x, int id) { visit(x, id, word_of(philox(id / 4, noise), id % 4)); });
+        } else {
+            each_four<1>([&](int i) {
+                uint4 words = philox(first + i, noise);
+                float4 x = slice[i];
+                int id = 4 * (first + i);
+                visit(x.x, id, words.x), visit(x.y, id + 1, words.y);
+                visit(x.z, id + 2, words.z), visit(x.w, id + 3, words.w);
+            });
+        }
+        return reduced(best, largest);
     }
 
-    // An id's scaled logit, from whichever block has it.
-    __device__ float at(int id) const {
-        if (p.slices) return reinterpret_cast<volatile float*>(slice)[id - 4 * first];
+    // An id's key, from whichever block has it.
+    __device__ uint64_t key_at(int id) {
+        if (listed >= 0) {
+            uint64_t own = 0;
+            each([&](float x, int other) { own = other == id ? key_of(x, id) : own; });
+            return reduced(own, largest);
+        }
+        if (p.slices) return key_of(reinterpret_cast<volatile float*>(slice)[id - 4 * first], id);
         int owner = id / 4 / share;
-        return __uint_as_float(load_from_peer(peer_address(slice, owner) + (id - 4 * owner * share) * sizeof(float)));
+        uint32_t from = peer_address(slice, owner) + (id - 4 * owner * share) * sizeof(float);
+        return key_of(__uint_as_float(load_from_peer(from)), id);
     }
 
-    // The keyed draw of the path's next token, n tokens being drawn, given the row's best key.
+    // The token of a node's row, n tokens being drawn.
+    __device__ int token(int node, int n) {
+        load(node, n);
+        uint64_t top = best();
+        if (!(fabsf(value_of(top)) < INFINITY)) return kNothing;
+        if (!(m.rule.temperature > 0)) return id_of(top);
+        int drawn = draw(top, n);
+        listed = -1;
+        return drawn;
+    }
+
+    // The keyed draw, given the row's best key.
     __device__ int draw(uint64_t best, int n) {
         float top = value_of(best), temperature = m.rule.temperature;
         int top_id = id_of(best);
@@ -220,15 +285,13 @@ struct Walker {
             }
             slice[i] = x;
         });
-        NoiseKey noise = m.rule.noise;
-        noise.index += n;
-        float bar = gumbel(uniform(word_of(philox(top_id / 4, noise), top_id % 4)));
+        float bar = gumbel(uniform(word_of(philox(top_id / 4, noise_of(n)), top_id % 4)));
         uint64_t least = m.rule.top_k < p.V ? cutoff(m.rule.top_k, key_of(0, top_id)) : 1;
         float most = m.rule.top_p < 1 ? m.rule.top_p * mass(least) : INFINITY;
         for (;;) {
-            int id = id_of(noisiest(noise, bar, least));
+            int id = id_of(noisiest(n, bar, least));
             if (id == top_id || most == INFINITY) return id;
-            least = key_of(at(id), id) + 1;
+            least = key_at(id) + 1;
             if (mass(least) < most) return id;
         }
     }

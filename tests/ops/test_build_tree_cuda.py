@@ -163,6 +163,40 @@ def test_degenerate_sizes() -> None:
     assert build(torch.zeros(1, 5, 1), [7], [8], 8)[5].sum() == 6
 
 
+def test_a_negative_budget_leaves_the_root() -> None:
+    fields = build(torch.zeros(2, 3, 50), [-5, 2], [4, 4], 8)
+    assert fields[5].sum(1).tolist() == [1, 3]
+    check_form(fields, [0, 2])
+
+
+@pytest.mark.parametrize("depths", [0, 7])
+def test_no_request_makes_no_tree(depths: int) -> None:
+    none = torch.zeros(0, dtype=torch.long, device="cuda")
+    fields = build_tree(torch.zeros(0, depths, 50, device="cuda"), none, none, none, 8, 8)
+    assert [x.shape for x in fields] == [(0, 8)] * 4 + [(0, 8, 2), (0, 8)]
+
+
+@pytest.mark.parametrize("which", ["anchor", "budget", "width"])
+def test_shapes_that_disagree_are_refused(which: str) -> None:
+    call = {name: torch.ones(2, dtype=torch.long, device="cuda") for name in ("anchor", "budget", "width")}
+    call[which] = call[which].repeat(2)
+    with pytest.raises(RuntimeError, match=rf"{which}: wanted \[2\], found \[4\]"):
+        build_tree(torch.zeros(2, 3, 50, device="cuda"), *call.values(), 8, 8)
+
+
+def test_peaked_rows_go_deep() -> None:
+    """One chunk or one token holds nearly all: levels with many equal scores, lists that end early."""
+    logits = torch.full((3, 15, V), -INF)
+    logits[0, :, :300] = torch.arange(300).float().neg()
+    logits[1, :, 7::9000] = 0.0
+    logits[2, :, 5] = 0.0
+    fields = build(logits, [127] * 3, [128, 20, 3], 128)
+    check_form(fields, [127] * 3)
+    total = logits.double().logsumexp(-1)
+    for b, width in enumerate((128, 20, 3)):
+        assert_near(drafted(fields, b), heap_tree(logits[b], total[b], 127, width))
+
+
 def test_bfloat16_logits_mean_their_fp32_values() -> None:
     logits = torch.randn(2, 7, 5000, generator=torch.Generator().manual_seed(8)).bfloat16()
     pair = (build(x, [31, 9], [32, 3], 32) for x in (logits, logits.float()))

@@ -111,6 +111,27 @@ def test_without_a_drafter() -> None:
     assert_same(a | {name: a[name][:0] for name in ("draft_k", "draft_v", "k", "v")})
 
 
+def test_no_request_and_no_row_write_nothing() -> None:
+    a = case(2, 4, 3, random.Random(6))
+    wide = ("pool", "draft_k", "draft_v")
+    assert_same(
+        {name: x if name in wide else x[:, :0] if name in ("rows", "k", "v") else x[:0] for name, x in a.items()}
+    )
+    for name in ("k", "v", "path"):
+        a[name] = a[name][:, :, :0] if name != "path" else a[name][:, :0]
+    a["kept"][:] = 0
+    assert_same(a)
+
+
+@pytest.mark.parametrize("name", ["length", "seen", "page_table", "kept", "k", "rows"])
+def test_shapes_that_disagree_are_refused(name: str) -> None:
+    a = {key: x.cuda() for key, x in case(2, 4, 3, random.Random(7)).items()}
+    dim = 1 if name in ("k", "rows") else 0
+    a[name] = torch.cat((a[name], a[name]), dim)
+    with pytest.raises(RuntimeError, match=rf"{name}: wanted \[.*\], found \[.*4.*\]"):
+        module.commit(*a.values())
+
+
 def test_rows_of_odd_sizes_take_the_reference() -> None:
     assert_same(case(2, 4, 3, random.Random(3), row=5, heads=(1, 3)))
 

@@ -239,6 +239,33 @@ def test_bfloat16_rows_mean_their_fp32_values() -> None:
     assert all(torch.equal(x, y) for x, y in zip(on_device(call), on_device([call[0].float(), *call[1:]]), strict=True))
 
 
+def test_what_was_drawn_ahead_is_what_the_walk_draws() -> None:
+    """Chains longer and shorter than the nodes drawn from at once, penalties and minimums along them, and padding."""
+    for nodes, rows in ((64, 20), (20, 20), (5, 3), (2, 1)):
+        for temperature in (0.0, 1.0):
+            call = random_call(
+                1, nodes, 3000, nodes, rows, 6.0, temperature=temperature, presence=0.5, frequency=0.3, min_remaining=3
+            )
+            call[2][:, nodes * 3 // 4 :] = -1  # parents: no walk comes here
+            call[-3][:, 0] = call[0][0, 0].argmax()  # a stop id that the root would draw
+            assert_same(call)
+
+
+def test_no_request_draws_nothing() -> None:
+    call = [x.cuda() if isinstance(x, Tensor) else x for x in arguments(torch.zeros(0, 3, 50), rows=4)]
+    assert [len(x) for x in sample_and_walk(*call)] == [0] * 7
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(1, "token"), (3, "position"), (13, "bias"), (16, "seed"), (20, "remaining")]
+)
+def test_shapes_that_disagree_are_refused(place: int, name: str) -> None:
+    call = [x.cuda() if isinstance(x, Tensor) else x for x in arguments(torch.zeros(2, 3, 50))]
+    call[place] = torch.cat((call[place], call[place]))
+    with pytest.raises(RuntimeError, match=rf"{name}: wanted \[2.*\], found \[4"):
+        sample_and_walk(*call)
+
+
 def test_a_captured_graph_follows_its_inputs() -> None:
     held, other = (random_call(2, 8, V, seed, 8, 3.0, temperature=[0.0, 1.0], top_p=0.9) for seed in (12, 13))
     held, other = ([x.cuda() if isinstance(x, Tensor) else x for x in call] for call in (held, other))

@@ -1,0 +1,46 @@
+// A row's chunks' lists become one, best first: a lane has a chunk, and the warp takes the best of their heads, again
+// and again.
+
+#pragma once
+
+#include "top.h"
+#include "warp.h"
+
+namespace kimi_fx::round {
+
+constexpr int kHeld = 16;  // first keys of a list in shared memory; few go deeper
+
+struct Merge {
+    const uint64_t* keys;  // [k, chunks]
+    uint64_t* held;        // [kHeld + 1, chunks] in shared memory; 0 past the k-th
+    int k, chunks, at;     // at: of the head
+    uint64_t head = 0;
+
+    __device__ Merge(const uint64_t* keys, int k, int chunks, uint64_t* held)
+        : keys(keys), held(held), k(k), chunks(chunks), at(threadIdx.x % 32) {
+        if (at >= chunks) return;
+#pragma unroll
+        for (int r = 0; r <= kHeld; ++r) held[r * chunks + at] = r < k ? __ldcg(keys + r * chunks + at) : 0;
+        head = held[at];
+    }
+
+    // 0 past the last.
+    __device__ uint64_t next() {
+        uint64_t best = largest(head);
+        if (head == best && best) {
+            at += chunks;
+            head = at < (kHeld + 1) * chunks ? held[at] : at < k * chunks ? __ldcg(keys + at) : 0;
+        }
+        return best;
+    }
+};
+
+// The row's exponentials, of its chunks'; for all lanes of a warp.
+__device__ inline Sum sum_of(const Sum* sums, int chunks) {
+    int lane = threadIdx.x % 32;
+    Sum own{-INFINITY, 0};
+    if (lane < chunks) own = {__ldcg(&sums[lane].top), __ldcg(&sums[lane].sum)};
+    return join_lanes(own);
+}
+
+}  // namespace kimi_fx::round
