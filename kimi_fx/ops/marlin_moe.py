@@ -3,7 +3,8 @@
 Routing comes from `norm_route`; the shared expert and the residual are the caller's. Weights are INT4 in the
 layout of `marlin.py` or, without scales, plain floating matrices, which suit a CPU. Under tensor parallelism
 the result is one rank's partial sum. On CUDA in bf16 the kernels of csrc/moe do it where both widths are multiples
-of 64; they scale the sums of a group, so their weights are not rounded to bf16.
+of 64 and an expert's at most 2048; where tokens are few they scale the sums of a group, so that weights are not rounded
+to bf16.
 """
 
 import torch
@@ -85,7 +86,8 @@ def _(
     offsets: Tensor,
 ) -> Tensor:
     loaded = kernels("marlin_moe")
-    fits = x.dtype == torch.bfloat16 and x.shape[1] % 64 == 0 and w13.shape[2] % 256 == 0 and w13.shape[0] <= 1024
+    (experts, _, words), width = w13.shape, x.shape[1]
+    fits = x.dtype == torch.bfloat16 and width % 64 == 0 and words % 256 == 0 and words <= 4 * 2048 and experts <= 1024
     if loaded is None or s13 is None or s2 is None or not fits:
         return reference(x, w13, s13, w2, s2, weights, order, offsets)
     return loaded.marlin_moe(x.contiguous(), w13, s13, w2, s2, weights.contiguous(), order, offsets)
