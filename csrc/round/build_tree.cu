@@ -38,17 +38,18 @@ __global__ void __launch_bounds__(kThreads, kSummaries) summarise_kernel(TreePar
 // A depth's tokens and log-probabilities one after another, -inf after the last; by its warp.
 __device__ void rank(Merge& merge, float total, int width, int depth, int k, TreeMemory& m) {
     volatile float* gains = m.gains + depth * (k + 1);
-    for (int r = 0; r < k; ++r) {
+    uint32_t impossible = ordered(-INFINITY);
+    int r = 0;
+    for (; r < width; ++r) {
         if (r % 8 == 7 && m.built) return;
-        uint64_t key = r < width ? merge.next() : 0;
-        float value = key ? value_of(key) : -INFINITY;
-        if (threadIdx.x % 32 == 0) {
+        uint32_t top = merge.next([&](uint64_t key) {
+            float value = value_of(key);
             m.token[depth * k + r] = id_of(key);
             gains[r] = value > -INFINITY ? fminf(value - total, 0.0f) : -INFINITY;
-        }
-        if (value == -INFINITY) return;
+        });
+        if (top <= impossible) break;
     }
-    if (threadIdx.x % 32 == 0) gains[k] = -INFINITY;
+    if (threadIdx.x % 32 == 0) gains[r] = -INFINITY;
 }
 
 // Grows with the score, which is at most 0; 0 for -inf.
@@ -66,11 +67,9 @@ template <int Each>
 __device__ void grow(int budget, int k, TreeMemory& m) {
     int lane = threadIdx.x % 32, count = 1;
     uint32_t order[Each], tag[Each];
-    auto wait_for = [](volatile float* gain, float seen) {
-        while (!known(seen)) seen = *gain;
-        return seen;
-    };
-    uint32_t best = order_of(0.0f + wait_for(m.gains, unknown())), of = tag_of(0, 0);
+    float gain = unknown();
+    while (!known(gain)) gain = m.gains[0];
+    uint32_t best = order_of(0.0f + gain), of = tag_of(0, 0);
 #pragma unroll
     for (int q = 0; q < Each; ++q) order[q] = 0, tag[q] = ~0u;
     if (lane == 0) m.score[0] = 0, order[0] = best, tag[0] = of;
@@ -78,10 +77,12 @@ __device__ void grow(int budget, int k, TreeMemory& m) {
     for (; best && count <= budget; ++count) {
         int row = row_of(of), parent = parent_of(of);
         volatile float *next = m.gains + row + rank_of(of) + 1, *child = m.gains + row + k + 1;
-        float next_gain = *next, child_gain = *child, above = m.score[parent], score = score_of(best);
+        float above = m.score[parent], score = score_of(best), next_gain, child_gain;
+        do next_gain = *next, child_gain = *child;
+        while (!known(next_gain) || !known(child_gain));
         if (lane == 0) m.tag[count] = of, m.score[count] = score;
-        uint32_t next_order = order_of(above + wait_for(next, next_gain));
-        uint32_t child_order = order_of(score + wait_for(child, child_gain));
+        uint32_t next_order = order_of(above + next_gain);
+        uint32_t child_order = order_of(score + child_gain);
         best = 0;
 #pragma unroll
         for (int q = 0; q < Each; ++q) {

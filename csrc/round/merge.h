@@ -4,7 +4,6 @@
 #pragma once
 
 #include "top.h"
-#include "warp.h"
 
 namespace kimi_fx::round {
 
@@ -24,14 +23,20 @@ struct Merge {
         head = held[at];
     }
 
+    // The lane that has the next key takes it and calls visit(key). The value that all lanes get grows as `ordered` does;
     // 0 past the last.
-    __device__ uint64_t next() {
-        uint64_t best = largest(head);
-        if (head == best && best) {
+    template <typename Visit>
+    __device__ uint32_t next(Visit visit) {
+        uint32_t high = head >> 32, top = __reduce_max_sync(~0u, high);
+        unsigned holders = __ballot_sync(~0u, high == top);
+        bool own = high == top && top;
+        if (holders & (holders - 1)) own &= uint32_t(head) == __reduce_max_sync(~0u, own ? uint32_t(head) : 0);
+        if (own) {
+            visit(head);
             at += chunks;
             head = at < (kHeld + 1) * chunks ? held[at] : at < k * chunks ? __ldcg(keys + at) : 0;
         }
-        return best;
+        return top;
     }
 };
 
