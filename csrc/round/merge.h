@@ -11,16 +11,19 @@ constexpr int kHeld = 16;  // first keys of a list in shared memory; few go deep
 
 struct Merge {
     const uint64_t* keys;  // [k, chunks]
-    uint64_t* held;        // [kHeld + 1, chunks] in shared memory; 0 past the k-th
-    int k, chunks, at;     // at: of the head
+    int k, chunks, taken = 0;
+    uint32_t held;  // where the lane's head lies in shared memory, [kHeld + 1, chunks]; 0 past the k-th
     uint64_t head = 0;
 
-    __device__ Merge(const uint64_t* keys, int k, int chunks, uint64_t* held)
-        : keys(keys), held(held), k(k), chunks(chunks), at(threadIdx.x % 32) {
-        if (at >= chunks) return;
+    __device__ Merge(const uint64_t* keys, int k, int chunks, uint64_t* room)
+        : keys(keys), k(k), chunks(chunks), held(ptx::kept(ptx::shared_address(room + threadIdx.x % 32))) {
+        int lane = threadIdx.x % 32;
+        if (lane >= chunks) return;
 #pragma unroll
-        for (int r = 0; r <= kHeld; ++r) held[r * chunks + at] = r < k ? __ldcg(keys + r * chunks + at) : 0;
-        head = held[at];
+        for (int r = 0; r <= kHeld; ++r) {
+            room[r * chunks + lane] = r < k ? __ldcg(keys + r * chunks + lane) : 0;
+        }
+        head = room[lane];
     }
 
     // The lane that has the next key takes it and calls visit(key). The value that all lanes get grows as `ordered` does;
@@ -33,8 +36,12 @@ struct Merge {
         if (holders & (holders - 1)) own &= uint32_t(head) == __reduce_max_sync(~0u, own ? uint32_t(head) : 0);
         if (own) {
             visit(head);
-            at += chunks;
-            head = at < (kHeld + 1) * chunks ? held[at] : at < k * chunks ? __ldcg(keys + at) : 0;
+            held += chunks * sizeof(uint64_t);
+            if (++taken <= kHeld) {
+                asm volatile("ld.shared.u64 %0, [%1];" : "=l"(head) : "r"(held) : "memory");
+            } else {
+                head = taken < k ? __ldcg(keys + taken * chunks + threadIdx.x % 32) : 0;
+            }
         }
         return top;
     }
