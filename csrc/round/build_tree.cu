@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(kThreads, kSummaries) summarise_kernel(TreePar
 // A depth's tokens and log-probabilities one after another, -inf after the last; by its warp.
 __device__ void rank(Merge& merge, float total, int width, int depth, int k, TreeMemory& m) {
     using namespace ptx;
-    uint32_t impossible = ordered(-INFINITY), least = __float_as_uint(-INFINITY), built = kept(shared_address(&m.built));
+    uint32_t impossible = ordered(-INFINITY), least = __float_as_uint(-INFINITY);
+    uint32_t built = kept(shared_address(&m.built));
     uint32_t gain = kept(shared_address(m.gains + depth * (k + 1))), token = kept(shared_address(m.token + depth * k));
     for (int r = 0; r < width; ++r, gain += sizeof(float), token += sizeof(int)) {
         if (r % 8 == 7 && load_word(built)) return;
@@ -125,7 +126,8 @@ __global__ void __launch_bounds__(32 * (kMaxDepth + 1)) build_kernel(TreeParams 
     __shared__ TreeMemory m;
     begin();
     int b = blockIdx.x, depth = threadIdx.x / 32, first = p.D * (p.k + 1);
-    for (int i = threadIdx.x; i <= first; i += blockDim.x) m.gains[i] = i < first ? __uint_as_float(kUnknown) : -INFINITY;
+    for (int i = threadIdx.x; i < first; i += blockDim.x) m.gains[i] = __uint_as_float(kUnknown);
+    if (threadIdx.x == 0) m.gains[first] = -INFINITY;
     if (threadIdx.x == 0) m.built = 0;
     bool merges = depth < p.D, unsound = false;
     int64_t at = (int64_t(b) * p.D + depth) * chunks;

@@ -26,8 +26,8 @@ struct Merge {
         head = room[lane];
     }
 
-    // The lane that has the next key takes it and calls visit(key). The value that all lanes get grows as `ordered` does;
-    // 0 past the last.
+    // The lane that has the next key takes it and calls visit(key). All lanes get its value, `ordered`; 0 past the
+    // last.
     template <typename Visit>
     __device__ uint32_t next(Visit visit) {
         uint32_t high = head >> 32, top = __reduce_max_sync(~0u, high);
