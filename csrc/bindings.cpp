@@ -20,11 +20,11 @@
 #include "mla/launch.h"
 #include "mla/schedule.h"
 #include "moe/launch.h"
-#include "moe/route.h"
 #include "round/build_tree.h"
 #include "round/chunk.h"
 #include "round/commit.h"
 #include "round/draft_attention.h"
+#include "round/peer_sum.h"
 #include "round/sample_and_walk.h"
 
 namespace {
@@ -143,39 +143,6 @@ Tensor mla_tree_verify(const Tensor& q, const Tensor& pool, const Tensor& page_t
                         : mla::launch_mma(params, device.shared, device.arch, device.stream));
     STD_CUDA_CHECK(mla::launch_combine(params, device.arch, device.stream));
     return out;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> moe_route(const Tensor& logits, const Tensor& bias, const Tensor& valid,
-                                                     int64_t k, double scale) {
-    check(logits, "logits", ScalarType::Float, 2);
-    check(bias, "bias", ScalarType::Float, 1);
-    check(valid, "valid", ScalarType::Bool, 1);
-    int64_t T = logits.size(0), E = logits.size(1);
-    STD_TORCH_CHECK(bias.size(0) == E && valid.size(0) == T, "logits are [", T, ", ", E, "], bias [", bias.size(0),
-                    "] and valid [", valid.size(0), "]: they disagree.");
-    STD_TORCH_CHECK(E <= moe::kMaxRouted && k >= 1 && k <= std::min<int64_t>(E, moe::kMaxChosen), "top ", k, " of ", E,
-                    " experts was asked for: at most ", moe::kMaxChosen, " of ", moe::kMaxRouted, " are built.");
-    torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
-    Device device = device_of(logits);
-    Tensor ids = torch::stable::new_empty(logits, {T, k}, ScalarType::Int);
-    Tensor weights = torch::stable::new_empty(logits, {T, k});
-    Tensor order = torch::stable::new_empty(logits, {T * k}, ScalarType::Int);
-    Tensor offsets = torch::stable::new_empty(logits, {E + 1}, ScalarType::Int);
-    moe::RouteParams params{
-        .logits = data<float>(logits),
-        .bias = data<float>(bias),
-        .valid = data<bool>(valid),
-        .ids = static_cast<int32_t*>(ids.mutable_data_ptr()),
-        .weights = static_cast<float*>(weights.mutable_data_ptr()),
-        .order = static_cast<int32_t*>(order.mutable_data_ptr()),
-        .offsets = static_cast<int32_t*>(offsets.mutable_data_ptr()),
-        .T = static_cast<int>(T),
-        .E = static_cast<int>(E),
-        .K = static_cast<int>(k),
-        .scale = static_cast<float>(scale),
-    };
-    STD_CUDA_CHECK(moe::launch_route(params, device.arch, device.stream));
-    return {ids, weights, order, offsets};
 }
 
 void check_packed(const Tensor& x, const char* name, ScalarType type, int64_t E, int64_t rows, int64_t columns) {
@@ -526,6 +493,33 @@ Tensor draft_attention(const Tensor& q, const Tensor& pool_k, const Tensor& pool
     return result;
 }
 
+Tensor peer_sum(const Tensor& x, const Tensor& buffers, int64_t rank, int64_t capacity) {
+    bool f32 = x.scalar_type() == ScalarType::Float;
+    check(x, "x", f32 ? ScalarType::Float : ScalarType::BFloat16, x.dim());
+    check(buffers, "buffers", ScalarType::Long, 1);
+    int64_t ranks = buffers.size(0), bytes = x.numel() * (f32 ? 4 : 2);
+    STD_TORCH_CHECK(1 < ranks && ranks <= rounds::kPeers && 0 <= rank && rank < ranks, "rank ", rank, " of ", ranks,
+                    " is not one of 2 to ", rounds::kPeers, " ranks.");
+    STD_TORCH_CHECK(bytes <= capacity && bytes % 16 == 0 && capacity % 16 == 0 && capacity < int64_t(1) << 32,
+                    "a buffer takes multiples of 16 bytes up to ", capacity, ", found ", bytes, ".");
+    torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    Tensor result = torch::stable::empty_like(x);
+    if (bytes == 0) return result;
+    Device device = device_of(x);
+    rounds::PeerSumParams params{
+        .x = data<uint4>(x),
+        .out = out<uint4>(result),
+        .buffers = data<uint8_t*>(buffers),
+        .pieces = bytes / 16,
+        .capacity = capacity,
+        .rank = static_cast<int>(rank),
+        .ranks = static_cast<int>(ranks),
+        .f32 = f32,
+    };
+    STD_CUDA_CHECK(rounds::launch_peer_sum(params, device.arch, device.stream));
+    return result;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(kimi_fx_cuda, m) {
@@ -533,8 +527,6 @@ STABLE_TORCH_LIBRARY(kimi_fx_cuda, m) {
     m.def(
         "mla_tree_verify(Tensor q, Tensor pool, Tensor page_table, Tensor length, Tensor rows, Tensor? ancestors, "
         "Tensor schedule, float scale) -> Tensor");
-    m.def(
-        "moe_route(Tensor logits, Tensor bias, Tensor valid, int k, float scale) -> (Tensor, Tensor, Tensor, Tensor)");
     m.def(
         "marlin_moe(Tensor x, Tensor w13, Tensor s13, Tensor w2, Tensor s2, Tensor weights, Tensor order, "
         "Tensor offsets) -> Tensor");
@@ -555,15 +547,16 @@ STABLE_TORCH_LIBRARY(kimi_fx_cuda, m) {
     m.def(
         "draft_attention(Tensor q, Tensor pool_k, Tensor pool_v, Tensor page_table, Tensor length, Tensor k, Tensor v, "
         "float scale, int window, bool causal) -> Tensor");
+    m.def("peer_sum(Tensor x, Tensor buffers, int rank, int capacity) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kimi_fx_cuda, CUDA, m) {
     m.impl("mla_schedule", TORCH_BOX(&mla_schedule));
     m.impl("mla_tree_verify", TORCH_BOX(&mla_tree_verify));
-    m.impl("moe_route", TORCH_BOX(&moe_route));
     m.impl("marlin_moe", TORCH_BOX(&marlin_moe));
     m.impl("build_tree", TORCH_BOX(&build_tree));
     m.impl("sample_and_walk", TORCH_BOX(&sample_and_walk));
     m.impl("commit", TORCH_BOX(&commit));
     m.impl("draft_attention", TORCH_BOX(&draft_attention));
+    m.impl("peer_sum", TORCH_BOX(&peer_sum));
 }

@@ -150,12 +150,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Cache:
-    """The paged pool of latent rows and drafter keys and values."""
+    """What is kept: rows of tokens in the paged pool, and weights on disk."""
 
     max_len: int | None = None
     """Longest request, prompt and output together, in tokens; null: the models' own limit."""
     tokens: int | None = None
     """Tokens the pool holds over all requests; null: run.batch requests of max_len."""
+    weights: bool = False
+    """Keep each rank's packed weights beside the compiled steps, written once, so that later loads are one read."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,8 @@ class Run:
     """Prompt tokens prefilled at once at most."""
     threads: int | None = None
     """CPU threads; null: as torch finds them, shared among the ranks."""
-    compile: bool | None = False
-    """Run every step as one function compiled ahead, see `kimi-fx warmup`; null: on CUDA."""
+    compile: bool | None = None
+    """Run every step as one function compiled ahead, see `kimi-fx warmup`; null: on CUDA, unless ops=reference."""
     nodes: tuple[int, ...] | None = None
     """Nodes a round is compiled for, of 1, 8, 16, 32, 64, 128; null: 1 and what step.budget needs."""
     require_warm: bool = False
@@ -186,6 +188,8 @@ class Mesh:
     """Ranks that share heads, experts' columns and the vocabulary; started on this machine unless torchrun did."""
     timeout: float = 10.0
     """Seconds a step may take, compiling apart, before the ranks are ended, as one of them must hang."""
+    near: bool | None = None
+    """Sum small arrays by stores into each other's memory; null: where NVLink joins all devices of one machine."""
     check: bool = False
     """Compare tree, draws and accepted paths of all ranks after every round, and stop at the first difference."""
 
@@ -322,6 +326,14 @@ def package_path(path: str) -> Path:
 def environment(name: str) -> str | None:
     """The one place where the environment is read."""
     return os.environ.get(name)
+
+
+def see_only(index: int) -> None:
+    """Make one of the visible CUDA devices the only one, if this process has not used CUDA yet: to all ranks their
+    device is then the first, and what is compiled for one fits all."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(index)] if visible is None else visible.split(",")[index : index + 1]
+    os.environ["CUDA_VISIBLE_DEVICES"] = "".join(names)
 
 
 @contextmanager

@@ -27,7 +27,18 @@ from .graphs.state import Model, Shape
 from .runtime.buckets import buckets, name, tokens
 from .runtime.build import check_driver, find_nvcc, library_for, own_arch
 from .runtime.links import measure
-from .runtime.load import Loaded, Text, pick_device, pick_dtype, rank_device, read_model, read_text, target_folder
+from .runtime.load import (
+    Loaded,
+    Text,
+    far_apart,
+    pick_device,
+    pick_dtype,
+    rank_device,
+    read_model,
+    read_text,
+    settled,
+    target_folder,
+)
 from .runtime.memory import Ask, available, check_memory, gb, memory, table
 from .runtime.ranks import Place, own_place
 from .runtime.rounds import Rounds, wanted
@@ -80,7 +91,9 @@ def case_of(overrides: Sequence[str]) -> Case:
         if not 0 < planned < float("inf"):
             raise ValueError(f"{words[-1]}: wanted the GB of a device's memory, such as memory=139.")
         return Case(config, Place(0, config.mesh.tp, 0), torch.device("cuda"), planned)
-    place, device = own_place(config), pick_device(config.device)
+    place = own_place(config)
+    config = settled(config, place)
+    device = pick_device(config.device)
     return Case(config, place, device if place.size == 1 else rank_device(config.device, device, place), None)
 
 
@@ -120,6 +133,9 @@ def devices(case: Case) -> str:
         lines.append(f"  cuda:{i}  {torch.cuda.get_device_name(i)}, {arch}, {gb(free)} of {gb(total)} free")
     if case.place.size > 1:
         lines += topology(case.place.size)
+        why = far_apart(case.config, case.place, case.device) or "as mesh.near=false"
+        near = "through the devices' own memory" if case.config.mesh.near else f"through NCCL, {why}"
+        lines.append(f"  small sums: {near}")
     if case.config.ops == "reference":
         return "\n".join([*lines, "  ops=reference: no kernels"])
     arch = own_arch(case.device)
@@ -190,7 +206,7 @@ def steps(case: Case) -> str | None:
     """Which compiled steps the artefact store has, and why it lacks others."""
     if case.planned:
         return None
-    if not wanted(case.config, case.device):
+    if not wanted(case.config, case.device, case.dtype):
         return "not compiled, every operator is called (run.compile)"
     ask, model = case.ask()
     loaded = Loaded(None, model, case.device, case.dtype, Text(None, None, (), {}))

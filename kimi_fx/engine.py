@@ -28,7 +28,7 @@ from .results import Delta, TokenLogprob
 from .runtime.agree import agree
 from .runtime.buckets import shape_for
 from .runtime.flight import Flight, copied
-from .runtime.load import Loaded, load, prepare
+from .runtime.load import Loaded, load, prepare, settled
 from .runtime.memory import Ask, available, check_memory
 from .runtime.pages import Pages, pages_for
 from .runtime.ranks import Ranks, own_place
@@ -49,7 +49,7 @@ class Engine:
         self.config, self.loaded, self.model = config, loaded, loaded.model
         self.max_len = longest(config, self.model)
         self.plan = plan(config, self.model, config.step.mode, config.step.budget)
-        self.rounds = Rounds(config, loaded, self.plan) if wanted(config, loaded.device) else None
+        self.rounds = Rounds(config, loaded, self.plan) if wanted(config, loaded.device, loaded.dtype) else None
         way = "compiled" if self.rounds else "reference" if loaded.model.ops is REFERENCE else "kernels"
         self.backend = f"{loaded.device.type} {way}"
         if loaded.params is None:
@@ -91,6 +91,7 @@ class Engine:
         """As `load`, from a configuration; `check` sees the engine before the weights are read, and may raise. `ranks`:
         those that this process has joined already; else it is their first."""
         place = ranks.place if ranks else own_place(config)
+        config = config if ranks else settled(config, place)
         engine = cls(config, prepare(config, place))
         check(engine)
         if place.size == 1:
@@ -99,7 +100,7 @@ class Engine:
         engine.ranks = ranks = ranks or Ranks(place, config, cls)
         weakref.finalize(engine, ranks.close)
         if engine.rounds:
-            engine.rounds.ranks = ranks
+            engine.rounds.ranks, ranks.release = ranks, engine.rounds.release
         try:
             engine._load(progress, ranks.join(engine.loaded.device))
             ranks.meet("loaded")

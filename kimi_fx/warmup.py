@@ -1,8 +1,9 @@
 """`kimi-fx warmup`: every compiled step that a configuration needs, built into the artefact store, then run.
 
 What the store has is left as it is, so an interrupted warm-up goes on where it was, and several may run at once. The
-weights are random ones of the checkpoint's shapes: no compiled step depends on their values, and none are read. Several
-ranks start as they do to serve, so that what they build has run on them.
+weights are random ones of the checkpoint's shapes: no compiled step depends on their values, and none are read, unless
+the ranks' weights are to be kept (cache.weights). Several ranks start as they do to serve, so that what they build has
+run on them.
 """
 
 import time
@@ -17,11 +18,9 @@ from .checkpoint.shards import local
 from .compose import load_config
 from .engine import Engine
 from .graphs.params import Params, drafter_plan, target_plan
-from .graphs.state import Shape, slots
-from .runtime.buckets import name
 from .runtime.build import load_kernels
-from .runtime.compiled import example
-from .runtime.load import Loaded
+from .runtime.builders import build_all
+from .runtime.load import Loaded, load
 from .runtime.rounds import Rounds, clock
 
 
@@ -33,7 +32,10 @@ class Warmup(Engine):
         if self.loaded.device.type == "cuda":
             load_kernels(self.loaded.device)
         with torch.inference_mode(False), torch.no_grad(), self.rounds.unlimited():
-            params = random_weights(self.loaded, mesh)
+            kept = self.config.cache.weights
+            params = (
+                load(self.config, self.loaded, progress, mesh).params if kept else random_weights(self.loaded, mesh)
+            )
             build_all(self.rounds, params)
             start = time.monotonic()
             run_all(self, self.rounds, params)
@@ -49,26 +51,10 @@ def command(overrides: Sequence[str]) -> int:
     return 0
 
 
-def build_all(rounds: Rounds, params: Params) -> None:
-    """Build what is cold, saying how far it is and how long the rest takes."""
-    cold, total = rounds.cold(), len(rounds.buckets)
-    rounds.say(rounds.lack(cold) if cold else f"all {total} compiled steps are in {rounds.store.folder}")
-    for done, bucket in enumerate(cold):
-        pace = rounds.store.pace()
-        left = f", about {clock(pace * (len(cold) - done))} left" if pace else ""
-        rounds.say(f"{done + 1} of {len(cold)}{left}: ", end="")
-        entry = rounds.build(bucket, example(bucket, params, rounds.model))
-        rounds.say(f"{name(bucket)} took {clock(entry['seconds'])}")
-
-
 def run_all(engine: Engine, rounds: Rounds, params: Params) -> None:
     """Every bucket over the engine's own buffers, its slots idle."""
     for bucket in rounds.buckets:
-        _, _, idle, *rest = example(bucket, params, rounds.model)
-        arguments = (params, engine.pool, slots(engine.state, len(idle.anchor)), *rest)
-        rounds.step(bucket, arguments)(*arguments)
-        if isinstance(bucket, Shape):
-            rounds.call(bucket, params, engine.pool, engine.state)()
+        rounds.call(bucket, params, engine.pool, engine.state)()
 
 
 def random_weights(ready: Loaded, mesh: DeviceMesh | None) -> Params:

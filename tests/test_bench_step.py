@@ -27,6 +27,7 @@ from kimi_fx.graphs.pytree import tree_leaves
 from kimi_fx.graphs.state import Model, Shape
 from kimi_fx.graphs.step import ddtree_step
 from kimi_fx.ops import KERNELS
+from kimi_fx.runtime.compiled import signature
 
 CARD = Rates(copy=4.3e12, read=4.3e12, matmul=790e12)
 TINY = TargetModel(
@@ -52,7 +53,7 @@ def test_a_rank_of_eight(k26: Model) -> None:
     t, d = k26.target, k26.drafter
     assert (t.H, t.I, t.dense, t.V, t.D, t.E, t.layers) == (8, 256, 2304, 20480, 7168, 384, 61)
     assert (d.H, d.KV, d.inner, d.mask_id, len(d.taps)) == (8, 1, 2304, 20479, 1)
-    assert rank.device_bytes(replace(k26, drafter=None), rank.Room(1, 1, 0)) == pytest.approx(76.5e9, rel=0.001)
+    assert rank.device_bytes(replace(k26, drafter=None), rank.Room(1, 1, 0)) == pytest.approx(76.2e9, rel=0.001)
     layers = 6 * (2 * 1024 + 256 + 3 * 2304) * 7168 * 2
     fc = 7168 * 7168 * 2  # of one tapped layer; an eighth of six is three quarters of it
     assert sum(map(work.leaf_bytes, tree_leaves(drafter_plan(d)))) == pytest.approx(layers + fc, rel=0.001)
@@ -101,22 +102,22 @@ def test_floor_of_the_rest(k26: Model) -> None:
     """Each matrix by hand, with one dense layer and the head's part of the vocabulary."""
     D, bf16 = 7168, 2
     attention = (2112 * D + 1536 * 1536 + 2 * 8 * 128 * 512 + D * 1024) * bf16
-    layer = attention + 384 * D * 4 + 3 * 256 * D * bf16
+    layer = attention + 384 * D * bf16 + 3 * 256 * D * bf16
     whole = 60 * layer + attention + 3 * 2304 * D * bf16 + 20480 * D * bf16
     found = work.products(work.rest(k26.target), 17)
-    assert found.bytes == pytest.approx(whole, rel=0.001) and whole == pytest.approx(4.87e9, rel=0.001)
-    assert found.floor(CARD) * 1e3 == pytest.approx(1.13, abs=0.01)
+    assert found.bytes == pytest.approx(whole, rel=0.001) and whole == pytest.approx(4.54e9, rel=0.001)
+    assert found.floor(CARD) * 1e3 == pytest.approx(1.06, abs=0.01)
 
 
 def test_a_whole_round(k26: Model) -> None:
-    """16 nodes over 5,500 tokens: 6.3 ms; plain decoding has no drafter to read."""
+    """16 nodes over 5,500 tokens: 6.2 ms; plain decoding has no drafter to read."""
     parts = work.round_work(k26, shape(16), 5500, 109.8)
     assert tuple(parts) == work.PARTS
     head, window = 20480 * 7168 * 2, 6 * 4096 * 2 * 128 * 2
     assert parts["draft"].bytes == pytest.approx(0.793e9 + head + window, rel=0.001)
     assert parts["tree"].bytes == 7 * 20480 * 4 and parts["sample"].bytes == 20480 * 4
     assert parts["commit"].bytes == pytest.approx((7168 * 7168 + 6 * 2 * 128 * 7168) * 2, rel=0.001)
-    assert sum(w.floor(CARD) for w in parts.values()) * 1e3 == pytest.approx(6.28, abs=0.01)
+    assert sum(w.floor(CARD) for w in parts.values()) * 1e3 == pytest.approx(6.20, abs=0.01)
     eight = work.round_work(k26, shape(16, batch=8), 5500, 109.8)
     assert eight["attention"].bytes == 8 * parts["attention"].bytes and eight["rest"].bytes == parts["rest"].bytes
     plain = work.round_work(k26, shape(1), 5500, 8.0)
@@ -135,6 +136,20 @@ def test_router_bias_gives_the_chances(kind: str) -> None:
     for tokens in (16, 64):
         hits = float((visited[:, :tokens].sum(1) > 0).sum(1).double().mean())
         assert hits == pytest.approx(expected_hits(chance, tokens), rel=0.03)
+
+
+def test_a_round_reads_as_many_experts_as_its_routing_says() -> None:
+    """Its nodes hold different tokens, and hidden states are as independent as they are in every layer."""
+    t = replace(TINY, layers=8, D=512, E=384, K=8, V=8192, H=4, L=64, q_lora=64)
+    model = Model(t, replace(TINY_DRAFTER, D=512, mask_id=8191), KERNELS)
+    with torch.no_grad():
+        room, device = rank.Room(1, 18, 18), torch.device("cpu")
+        one = rank.make_rank(load_config(["run.nodes=[64]"]), model, room, device, torch.float32)
+        rank.seat_all(one.state, 1, 1000, 64, torch.arange(18).int())
+        for kind in ("uniform", "zipf"):
+            chance = chances(kind, t.E, t.K)
+            rank.set_router_bias(one.params, router_bias(chance, rank.INIT * t.D**0.5))
+            assert step.experts_hit(one, shape(64)) == pytest.approx(expected_hits(chance, 64), rel=0.03)
 
 
 def test_zipf_chances() -> None:
@@ -220,19 +235,24 @@ def test_cells() -> None:
 def flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """Cells of the tiny pair; what is called for a replay is the traced function, each taking 0.1 ms."""
     monkeypatch.setenv("KIMI_FX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kimi_fx.runtime.rounds, "compile_step", lambda *_: b"code")
+
+    def compile_step(_: Any, idle: Any, __: Path) -> tuple[bytes, dict[str, Any]]:
+        return b"code", {"seconds": 1.0, "arguments": signature(idle)}
+
+    monkeypatch.setattr(kimi_fx.runtime.rounds, "compile_step", compile_step)
     monkeypatch.setattr(kimi_fx.runtime.rounds, "load_step", lambda *_: ddtree_step)
 
     def median(replay: Callable[[], object]) -> float:
         replay()
         return step.ROUNDS * 1e-4
 
-    def traced(replay: Callable[[], object]) -> list[Kernel]:
+    def traced(replay: Callable[[], object]) -> tuple[list[Kernel], float]:
         replay()
-        return REPLAY
+        return REPLAY, 1.5e-5
 
     monkeypatch.setattr(step, "median", median)
     monkeypatch.setattr(step, "traced", traced)
+    monkeypatch.setattr(step, "copied", lambda flight: flight)
 
     def measured(target: TargetModel = TINY, **words: list[str]) -> list[dict[str, Any]]:
         cells, acceptance = step.chosen(words)
@@ -248,9 +268,11 @@ def test_the_whole_flow(flow: Callable[..., list[dict[str, Any]]], capsys: Any) 
     found = flow(**words, routing=["uniform", "zipf"])
     assert len(found) == 16
     said = capsys.readouterr().err
+    assert said.count("2 rounds loaded and captured in") == 2
     assert said.count("compiling round-") == 4  # one for each batch and nodes, whatever the context and the routing
     for cell in found:
-        assert cell["us"] == pytest.approx(100) and cell["over floor"] == pytest.approx(100 / cell["floor us"])
+        assert cell["us"] == pytest.approx(100) and cell["idle us"] == pytest.approx(15)
+        assert cell["over floor"] == pytest.approx(100 / cell["floor us"])
         assert sum(cell[f"{part} us"] for part in work.PARTS) == pytest.approx(100)
         assert sum(cell[f"{part} floor us"] for part in work.PARTS) == pytest.approx(cell["floor us"])
         assert cell["tokens/s"] == pytest.approx(cell["batch"] * (2.5 if cell["nodes"] > 1 else 1) * 1e4)
@@ -280,7 +302,7 @@ def test_lines_and_picture(flow: Callable[..., list[dict[str, Any]]], capsys: An
     each = step.each_line(iter(cells), lines.append)
     assert next(each) == json.loads(lines[0]) and len(lines) == 1
     assert [json.loads(line) for line in [lines[0], *map(json.dumps, each)]] == cells
-    assert "batch 1, 8 nodes, 70 tokens, zipf: 0.10 ms" in capsys.readouterr().err
+    assert "batch 1, 8 nodes, 70 tokens, zipf: 0.10 ms" in (said := capsys.readouterr().err) and "15.0 us idle" in said
     root = ElementTree.fromstring(step.picture(cells))
     assert len([e for e in root if e.tag.endswith("rect")]) == 2 * 2 * 7
     texts = [e.text for e in root if e.tag.endswith("text")]

@@ -188,6 +188,7 @@ def test_devices_and_their_kernels(cards, capability: tuple[int, int], monkeypat
     text = devices(case)
     assert FAMILIES[capability] in text and "not compiled yet: /some/nvcc" in text
     assert "cuda:1  Card" in text and "130.0 GB of 140.0 GB free" in text and "peer access: not from 0 to 1" in text
+    assert "small sums: through NCCL, no NVLink joins devices 0 and 1" in text
 
 
 def test_an_old_device(cards) -> None:

@@ -39,8 +39,7 @@ from checks import (
 )
 from kimi_fx.bench.huggingface import huggingface
 from kimi_fx.engine import Engine
-from kimi_fx.graphs import drafter, mla, target
-from kimi_fx.graphs.layers import rotate_halves
+from kimi_fx.graphs import drafter, target
 from kimi_fx.graphs.state import Shape
 from oracles.dflash import DFlash, rounds
 from oracles.rounds import few_tokens, with_ops
@@ -91,8 +90,8 @@ def features_in_node_order(engine: Engine, patch: Patch) -> Engine:
         last[:] = [out[2]]
         return out
 
-    def first_nodes(p: Any, m: Any, features: Tensor, *rest: Any) -> Any:
-        return context_kv(p, m, last[0][:, : features.shape[1]], *rest)
+    def first_nodes(p: Any, m: Any, ops: Any, features: Tensor, *rest: Any) -> Any:
+        return context_kv(p, m, ops, last[0][:, : features.shape[1]], *rest)
 
     patch.setattr(target, "forward", keep)
     patch.setattr(drafter, "context_kv", first_nodes)
@@ -102,8 +101,8 @@ def features_in_node_order(engine: Engine, patch: Patch) -> Engine:
 def context_plus_one(engine: Engine, patch: Patch) -> Engine:
     context_kv = drafter.context_kv
 
-    def shifted(p: Any, m: Any, features: Tensor, positions: Tensor, *rest: Any) -> Any:
-        return context_kv(p, m, features, positions + 1, *rest)
+    def shifted(p: Any, m: Any, ops: Any, features: Tensor, positions: Tensor, *rest: Any) -> Any:
+        return context_kv(p, m, ops, features, positions + 1, *rest)
 
     patch.setattr(drafter, "context_kv", shifted)
     return engine
@@ -155,21 +154,27 @@ def stale_row(engine: Engine, patch: Patch) -> Engine:
 
 
 def half_split(engine: Engine, patch: Patch) -> Engine:
-    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        signed = torch.cat((sin[..., 0::2], sin[..., 1::2]), -1)
-        return rotate_halves(x, torch.cat((cos[..., 0::2],) * 2, -1), signed)
+    """Queries and keys are rotated as halves."""
 
-    patch.setattr(mla, "rotate_pairs", rotate)
-    return engine
+    def q_up_absorb(qkv: Tensor, q_norm: Tensor, kv_norm: Tensor, q_b: Tensor, w_uk: Tensor, *rest: Any) -> Any:
+        R, nope = rest[0].shape[1], w_uk.shape[1]
+        places = torch.arange(R).view(2, -1).T.flatten()  # pairs as the operator takes them
+        key, query = (torch.cat((torch.arange(n), n + places)) for n in (qkv.shape[1] - R, nope))
+        q, rows = engine.model.ops.q_up_absorb(qkv[:, key], q_norm, kv_norm, q_b[:, query], w_uk, *rest)
+        return q, rows
+
+    return with_ops(engine, q_up_absorb=q_up_absorb)
 
 
 def bias_as_weight(engine: Engine, patch: Patch) -> Engine:
-    def moe_route(logits: Tensor, bias: Tensor, valid: Tensor, k: int, scale: float) -> Any:
-        ids, _, order, offsets = engine.model.ops.moe_route(logits, bias, valid, k, scale)
-        weights = (logits.sigmoid() + bias).gather(1, ids.clamp(min=0).long()) * valid[:, None]
-        return ids, scale * weights / (weights.sum(1, keepdim=True) + 1e-20), order, offsets
+    def norm_route(*args: Any) -> Any:
+        _, _, _, _, router, bias, _, valid, _, scale, _ = args
+        h, shared, ids, _, order, offsets = engine.model.ops.norm_route(*args)
+        scores = (h.float() @ router.float().T).sigmoid() + bias
+        weights = scores.gather(1, ids.clamp(min=0).long()) * valid[:, None]
+        return h, shared, ids, scale * weights / (weights.sum(1, keepdim=True) + 1e-20), order, offsets
 
-    return with_ops(engine, moe_route=moe_route)
+    return with_ops(engine, norm_route=norm_route)
 
 
 # ---- checks, with what they look at

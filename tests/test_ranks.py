@@ -59,8 +59,8 @@ def alone(loaded: Loaded) -> dict[str, Any]:
     drawn: list[torch.Tensor] = []
     logits = target.logits
 
-    def seen(*args: Any) -> torch.Tensor:
-        drawn.append(logits(*args))
+    def seen(*args: Any, **more: Any) -> torch.Tensor:
+        drawn.append(logits(*args, **more))
         return drawn[-1]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -8,14 +8,22 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdlib>
+
 namespace kimi_fx {
+
+// KIMI_FX_OVERLAP=0 in the environment: no launch overlaps the one before, to see what that is worth.
+inline bool overlapping() {
+    const char* word = std::getenv("KIMI_FX_OVERLAP");
+    return word == nullptr || *word != '0';
+}
 
 template <typename... Expected, typename... Given>
 cudaError_t launch_in_clusters(void (*kernel)(Expected...), dim3 grid, int threads, int shared, int cluster, int arch,
                                cudaStream_t stream, const Given&... arguments) {
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[0].val.programmaticStreamSerializationAllowed = overlapping();
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim.x = cluster;
     attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;

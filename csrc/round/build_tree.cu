@@ -40,7 +40,7 @@ __device__ void rank(Merge& merge, float total, int width, int depth, int k, Tre
     uint32_t built = kept(shared_address(&m.built));
     uint32_t gain = kept(shared_address(m.gains + depth * (k + 1))), token = kept(shared_address(m.token + depth * k));
     for (int r = 0; r < width; ++r, gain += sizeof(float), token += sizeof(int)) {
-        if (r % 8 == 7 && load_word(built)) return;
+        if (r % 8 == 7 && __any_sync(~0u, load_word(built))) return;  // as one: lanes may look at different times
         uint32_t top = merge.next([&](uint64_t key) {
             float value = value_of(key);
             store_word(token, id_of(key));

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from ..rules import nearest
-from . import acceptance, cpu, demo, mla, moe, step
+from . import acceptance, cpu, demo, mla, moe, step, sums
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": demo.run,
@@ -12,6 +12,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "mla": mla.run,
     "moe": moe.run,
     "step": step.run,
+    "sums": sums.run,
 }
 
 

@@ -1,14 +1,14 @@
 """`kimi-fx bench moe`: the routed experts of one Kimi K2 rank, as microseconds a layer.
 
-A layer is everything from hidden states and router logits to the summed output, `moe_route` and `marlin_moe`, with
-weights of its own (random words are valid INT4) and its own draw of logits. The floor is the larger of two times: the
-experts that were hit read once at the card's read rate, and the products at its matrix rate, both measured in the
-same run. Plain PyTorch, which dequantises those experts and multiplies every token by each of them, runs in a few.
+A layer is everything from hidden states and the router's choice to the summed output, `marlin_moe`, with weights of its
+own (random words are valid INT4) and its own draw of logits; what the choice takes is in `kimi-fx bench layer`. The
+floor is the larger of two times: the experts that were hit read once at the card's read rate, and the products at its
+matrix rate, both measured in the same run. Plain PyTorch, which dequantises those experts and multiplies every token by
+each of them, runs in a few.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import groupby, product
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..ops.marlin import GROUP
 from ..ops.marlin_moe import marlin_moe
-from ..ops.moe_route import moe_route
+from ..ops.norm_route import choose
 from ..runtime.build import load_kernels
 from .device import Cells, Rates, asked, heat_map, numbers, per_layer, rates, report, result
 from .record import say
@@ -78,7 +78,10 @@ class Experts:
 class Layer:
     experts: Experts
     x: Tensor  # [T, D] bf16
-    logits: Tensor  # [T, E] f32
+    ids: Tensor  # [T, K] i32
+    weights: Tensor  # [T, K] f32
+    order: Tensor  # [T * K] i32
+    offsets: Tensor  # [E + 1] i32
 
 
 def random_experts(inner: int) -> Experts:
@@ -106,24 +109,14 @@ def draw_logits(tokens: int, routing: str) -> Tensor:
 
 def layers_of(s: Shape, experts: Sequence[Experts]) -> list[Layer]:
     x = torch.randn(len(experts), s.tokens, D, device="cuda", dtype=torch.bfloat16)
-    return [Layer(e, row, draw_logits(s.tokens, s.routing)) for e, row in zip(experts, x, strict=True)]
+    bias, valid = torch.zeros(E, device="cuda"), torch.ones(s.tokens, dtype=torch.bool, device="cuda")
+    chosen = (choose(draw_logits(s.tokens, s.routing), bias, valid, K, SCALE) for _ in experts)
+    return [Layer(e, row, *choice) for e, row, choice in zip(experts, x, chosen, strict=True)]
 
 
-@dataclass(frozen=True)
-class Router:
-    """What all layers share."""
-
-    bias: Tensor  # [E]
-    valid: Tensor  # [T]
-
-    def __call__(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return moe_route(layer.logits, self.bias, self.valid, K, SCALE)
-
-
-def ours(layer: Layer, route: Router) -> Tensor:
-    _, weights, order, offsets = route(layer)
+def ours(layer: Layer) -> Tensor:
     e = layer.experts
-    return marlin_moe(layer.x, e.w13, e.s13, e.w2, e.s2, weights, order, offsets)
+    return marlin_moe(layer.x, e.w13, e.s13, e.w2, e.s2, layer.weights, layer.order, layer.offsets)
 
 
 def plain(
@@ -143,10 +136,10 @@ def plain(
     return torch.einsum("th,htd->td", mix, F.silu(gate) * up @ matrix(e.w2, e.s2))
 
 
-def peer(layers: Sequence[Layer], route: Router) -> float:
+def peer(layers: Sequence[Layer]) -> float:
     """Seconds a layer; the first layer's routing serves all, known beforehand."""
-    ids, weights, _, _ = route(layers[0])
-    mix = torch.zeros_like(layers[0].logits).scatter_(1, ids.long(), weights)
+    weights = layers[0].weights
+    mix = weights.new_zeros(len(weights), E).scatter_(1, layers[0].ids.long(), weights)
     hit = mix.any(0).nonzero().squeeze(1)
     compiled = torch.compile(plain)
     mix = mix[:, hit].bfloat16()
@@ -169,19 +162,16 @@ def measure(shapes: Sequence[Shape], peers: Sequence[int]) -> dict[str, Any]:
 def measure_width(
     shapes: Sequence[Shape], experts: Sequence[Experts], card: Rates, peers: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    bias = torch.zeros(E, device="cuda")
     for s in shapes:
         layers = layers_of(s, experts)
-        route = Router(bias, torch.ones(s.tokens, dtype=torch.bool, device="cuda"))
-        hit = sum(int((route(layer)[3].diff() > 0).sum()) for layer in layers) / len(layers)
-        routing = per_layer(route, layers)
-        seconds = per_layer(partial(ours, route=route), layers)
+        hit = sum(int((layer.offsets.diff() > 0).sum()) for layer in layers) / len(layers)
+        seconds = per_layer(ours, layers)
         floor = s.floor(hit, card)
         cell = asdict(s) | {"width": f"{s.inner} {s.routing}", "layers": len(layers), "experts": hit}
-        cell |= {"us": seconds * 1e6, "route us": routing * 1e6, "floor us": floor * 1e6, "over floor": seconds / floor}
+        cell |= {"us": seconds * 1e6, "floor us": floor * 1e6, "over floor": seconds / floor}
         cell |= {"GB/s": hit * s.expert_bytes / seconds / 1e9, "TFLOP/s": s.operations / seconds / 1e12}
         if s.tokens in peers and (s.inner, s.routing) == (256, "uniform"):
-            slow = peer(layers, route)
+            slow = peer(layers)
             cell |= {"compiled torch us": slow * 1e6, "torch over ours": slow / seconds}
         say(f"{s.tokens} tokens, inner {s.inner}, {s.routing}: {seconds * 1e6:.1f} us")
         yield cell
@@ -204,7 +194,7 @@ def run(overrides: Sequence[str]) -> int:
     """Takes `tokens=[16,64] inner=[256] routing=[uniform,zipf] peers=[]`, and `folder=` for JSON and picture."""
     given, folder = asked("moe", list(DEFAULTS), overrides)
     found = measure(*chosen(given))
-    heads = ["tokens", "inner", "routing", "experts", "us", "route us", "floor us", "over floor", "GB/s", "TFLOP/s"]
+    heads = ["tokens", "inner", "routing", "experts", "us", "floor us", "over floor", "GB/s", "TFLOP/s"]
     heads += ["compiled torch us", "torch over ours"]
     report("moe", found, heads, heat_map(found["cells"], "width", "tokens"), folder, f"4 to {LAYERS} layers in a graph")
     return 0

@@ -24,6 +24,7 @@ from ..runtime.rounds import Rounds
 from .work import BF16, leaf_bytes, plan_of
 
 INIT = 0.02  # deviation of random weights
+EMBED = 64.0  # of embeddings: layers add little to it, so that hidden states are as independent as tokens are
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def make_rank(config: Config, model: Model, room: Room, device: torch.device, dt
     t, d = model.target, model.drafter
     drafter = random_params(drafter_plan(d), 1, device, dtype) if d else None
     params = Params(random_params(plan_of(t), 0, device, dtype), drafter)
+    params.target.embed.mul_(EMBED / INIT)
     pool = empty_pool(model, room.pages, dtype, device)
     for leaf in tree_leaves(pool):
         leaf.normal_()

@@ -5,10 +5,11 @@ the engine does it; the sums over the ranks are left out. One node is plain deco
 is that of ROUNDS replays in a row, which the host launches ahead; its parts are a traced replay's shares of it
 (`trace.py`), beside what each has to read (`work.py`). The floor is the sum of the parts' floors: the larger of bytes
 at the card's read rate and products at its matrix rate, both measured in the same run. The experts hit are counted in
-one round that runs op by op.
+one round that runs op by op. Idle is the time between two rounds, results being copied out as the engine does it.
 """
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -24,8 +25,10 @@ from ..config import NODE_BUCKETS, PAGE, Config
 from ..graphs.state import Model, Shape, slots
 from ..graphs.step import ddtree_step
 from ..ops import KERNELS
-from ..runtime.buckets import shape_of
+from ..runtime.buckets import shape_of, tokens
 from ..runtime.build import load_kernels
+from ..runtime.builders import build_all
+from ..runtime.flight import Flight, copied
 from .bars import bars
 from .device import Cells, Rates, asked, median, numbers, rates, report, result
 from .rank import (
@@ -129,11 +132,24 @@ def measure(
     rank = make_rank(config, model, room, device, dtype)
     plain = without_drafter(rank, config)
     pages = torch.randperm(room.pages, device=device).int()
+    of = {cell: rank if cell.nodes > 1 else plain for cell in cells}
+    shapes = {cell: shape_of(config, one.model, cell.batch, cell.nodes, wide=True) for cell, one in of.items()}
+    for one in (rank, plain):
+        if wanted := {shapes[cell] for cell in cells if of[cell] is one}:
+            get_ready(one, wanted)
     for cell in cells:
-        one = rank if cell.nodes > 1 else plain
-        found = measure_cell(cell, one, shape_of(config, one.model, cell.batch, cell.nodes, wide=True), pages, card)
-        tokens = cell.batch * (acceptance if cell.nodes > 1 else 1)
-        yield asdict(cell) | found | {"tokens/s": tokens / found["us"] * 1e6}
+        found = measure_cell(cell, of[cell], shapes[cell], pages, card)
+        emitted = cell.batch * (acceptance if cell.nodes > 1 else 1)
+        yield asdict(cell) | found | {"tokens/s": emitted / found["us"] * 1e6}
+
+
+def get_ready(rank: Rank, shapes: set[Shape]) -> None:
+    """Build the rounds that are not in the store, load all and capture them, largest first, as the engine starts."""
+    rank.rounds.buckets = tuple(sorted(shapes, key=tokens, reverse=True))
+    build_all(rank.rounds, rank.params)
+    start = time.perf_counter()
+    rank.rounds.load_all(rank.params, rank.pool, rank.state)
+    say(f"{len(shapes)} rounds loaded and captured in {time.perf_counter() - start:.1f} s")
 
 
 def measure_cell(cell: Cell, rank: Rank, shape: Shape, pages: Tensor, card: Rates) -> dict[str, Any]:
@@ -150,13 +166,15 @@ def measure_cell(cell: Cell, rank: Rank, shape: Shape, pages: Tensor, card: Rate
 
     seconds = median(lambda: [again() for _ in range(ROUNDS)]) / ROUNDS
     rank.state.length.fill_(cell.context)
-    share = shares(traced(again))
+    kernels, idle = traced(lambda: copied(Flight([], replay()[2])))
+    share = shares(kernels)
     if not rank.state.active[: cell.batch].all():
         raise RuntimeError(f"{cell}: a request ended, so its logits were not finite and nothing was measured.")
     work = round_work(rank.model, shape, cell.context, hits)
     floors = {part: work[part].floor(card) for part in PARTS}
     floor = sum(floors.values())
     found = {"experts": hits, "us": seconds * 1e6, "floor us": floor * 1e6, "over floor": seconds / floor}
+    found["idle us"] = idle * 1e6
     for part in PARTS:
         found[f"{part} us"] = share[part] * seconds * 1e6
         found[f"{part} floor us"] = floors[part] * 1e6
@@ -169,11 +187,11 @@ def experts_hit(rank: Rank, shape: Shape) -> float:
     hits: list[Tensor] = []
 
     def route(*arguments: Any) -> Any:
-        routed = rank.model.ops.moe_route(*arguments)
-        hits.append((routed[3].diff() > 0).sum())
+        routed = rank.model.ops.norm_route(*arguments)
+        hits.append((routed[5].diff() > 0).sum())
         return routed
 
-    model = replace(rank.model, ops=replace(rank.model.ops, moe_route=route))
+    model = replace(rank.model, ops=replace(rank.model.ops, norm_route=route))
     ddtree_step(rank.params, rank.pool, slots(rank.state, shape.batch), shape, model)
     return float(torch.stack(hits).double().mean())
 
@@ -192,7 +210,10 @@ def each_line(found: Iterator[dict[str, Any]], write: Callable[[str], object]) -
     for cell in found:
         write(json.dumps(cell) + "\n")
         named = Cell(cell["batch"], cell["nodes"], cell["context"], cell["routing"])
-        say(f"{named}: {cell['us'] / 1e3:.2f} ms, {cell['over floor']:.2f}x the floor, {cell['tokens/s']:.0f} tokens/s")
+        say(
+            f"{named}: {cell['us'] / 1e3:.2f} ms, {cell['over floor']:.2f}x the floor, {cell['tokens/s']:.0f} "
+            f"tokens/s, {cell['experts']:.1f} experts a layer, {cell['idle us']:.1f} us idle between rounds"
+        )
         yield cell
 
 
@@ -212,7 +233,7 @@ def run(overrides: Sequence[str]) -> int:
         lines.write(json.dumps(result(card, []) | {"acceptance": acceptance}) + "\n")
         found = list(each_line(measure(cells, config, model, card, acceptance, device), lines.write))
     whole = result(card, found) | {"acceptance": acceptance}
-    heads = ["batch", "nodes", "context", "routing", "experts", "us", "floor us", "over floor", "tokens/s"]
+    heads = ["batch", "nodes", "context", "routing", "experts", "us", "floor us", "over floor", "idle us", "tokens/s"]
     heads += [f"{part} us" for part in PARTS]
     note = f"one of {RANKS} ranks without its sums over the ranks, {acceptance:g} tokens a round where it drafts"
     report("step", whole, heads, picture(found), folder, note)

@@ -1,4 +1,4 @@
-"""A traced replay of a round, cut into its parts by the names and the order of its kernels.
+"""A traced round, the second of two in a row, cut into its parts by the names and the order of its kernels.
 
 Where an operator has kernels of its own they are known by name; what lies before the tree's is the drafter's, what lies
 after sampling is the commit, the rest belongs to the target's layers. A kernel's time is from its start to the start of
@@ -31,15 +31,25 @@ class Kernel(NamedTuple):
     end: float
 
 
-def traced(replay: Callable[[], object]) -> list[Kernel]:
-    """What one replay runs on the device, by start."""
-    replay()
+def traced(round_: Callable[[], object]) -> tuple[list[Kernel], float]:
+    """What the second of two rounds in a row runs on the device, by start, and the seconds for which nothing of a round
+    ran before it: the first hides what its launch takes. RuntimeError where these are not two graphs."""
+    round_()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        replay()
+        round_()
+        round_()
         torch.cuda.synchronize()
-    spans = ((e.name, e.time_range) for e in trace.events() if e.device_type == DeviceType.CUDA)
-    return sorted((Kernel(name, t.start / 1e6, t.end / 1e6) for name, t in spans), key=lambda k: (k.start, k.end))
+    launches: dict[int, list[Kernel]] = {}
+    for e in trace.events():
+        if e.device_type == DeviceType.CUDA:
+            span = Kernel(e.name, e.time_range.start / 1e6, e.time_range.end / 1e6)
+            launches.setdefault(e.id, []).append(span)  # all that one call launched has one number
+    graphs = [sorted(spans, key=lambda k: (k.start, k.end)) for spans in launches.values() if len(spans) > 1]
+    if len(graphs) != 2 or len(graphs[0]) != len(graphs[1]):
+        raise RuntimeError(f"A trace of two rounds has {[len(spans) for spans in graphs]} kernels a graph.")
+    first, second = sorted(graphs, key=lambda spans: spans[0].start)
+    return second, second[0].start - max(k.end for k in first)
 
 
 def shares(kernels: Sequence[Kernel]) -> dict[str, float]:

@@ -42,7 +42,7 @@ def load_target(
     progress: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> TargetParams:
-    """Weights of a Kimi K2.x text model, floating leaves in `dtype`, router and its bias in fp32.
+    """Weights of a Kimi K2.x text model, floating leaves in `dtype`, the router's bias in fp32.
 
     On a mesh: DTensors, but for the experts, which are this rank's own and packed. Raises CheckpointError with
     everything that is wrong with the folder.

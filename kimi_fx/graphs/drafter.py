@@ -6,14 +6,13 @@ layers. A mask slot predicts the token of its own place. It shares the target's 
 """
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
 from ..config import DrafterModel
 from ..ops import Ops
 from .axis import Axis, gather_columns, psum
-from .layers import angles, embed, half_angles, rms_norm, rotate_halves, swiglu
+from .layers import add_linear, angles, embed, half_angles, rms_norm, rotate_halves
 from .params import DrafterLayer, DrafterParams, TargetParams
 from .state import KVPool, StepState
 
@@ -21,6 +20,7 @@ from .state import KVPool, StepState
 def context_kv(
     p: DrafterParams,
     m: DrafterModel,
+    ops: Ops,
     features: Tensor,  # [B, A, taps * D]
     positions: Tensor,  # [B, A] i64
     axis: Axis | None = None,
@@ -29,8 +29,9 @@ def context_kv(
     if axis is not None:  # `fc` takes this rank's columns of the features
         width = p.fc.shape[1]
         features = features.index_select(-1, p.rank * width + torch.arange(width, device=p.rank.device))
-    h = rms_norm(psum(F.linear(features, p.fc), axis), p.feature_norm, m.norm_eps)
-    kv = F.linear(h, p.kv.flatten(0, 3)).unflatten(-1, p.kv.shape[:4])
+    x = psum(ops.linear_add(features.flatten(0, 1), p.fc, None, None), axis)
+    kv = ops.norm_linear(x, p.feature_norm, p.kv.flatten(0, 3), m.norm_eps, False)
+    kv = kv.unflatten(0, features.shape[:2]).unflatten(-1, p.kv.shape[:4])
     k, v = rearrange(kv, "B A layers two KV head -> two layers B A KV head")
     cos, sin = _angles(p, m, positions)
     k = torch.stack([_key(k[i], p.k_norm[i], m, cos, sin) for i in range(m.layers)])
@@ -52,13 +53,14 @@ def draft(
     tokens = torch.cat((state.anchor.unsqueeze(1), state.anchor.new_full((B, block - 1), m.mask_id)), 1)
     positions = state.length.long().unsqueeze(1) + torch.arange(block, device=tokens.device)
     cos, sin = _angles(p, m, positions)
-    x = embed(tokens, target.embed, target.rank, axis)
+    x = embed(tokens, target.embed, target.rank, axis).flatten(0, 1)
     for i, layer in enumerate(p.layers):
-        x = x + psum(_attend(layer, p, m, ops, i, x, pool, state, cos, sin), axis)
-        h = rms_norm(x, layer.mlp_norm, m.norm_eps)
-        x = x + psum(swiglu(h, layer.mlp.gate_up, layer.mlp.down), axis)
-    columns = F.linear(rms_norm(x[:, 1:], p.norm, m.norm_eps), target.lm_head)
-    return gather_columns(columns, axis).float()  # few rows: each rank ranks them all
+        x = _attend(layer, p, m, ops, i, x, pool, state, cos, sin, axis)
+        inner = ops.norm_gate_up(x, layer.mlp_norm, layer.mlp.gate_up, m.norm_eps)
+        x = add_linear(ops, inner, layer.mlp.down, x, None, axis)
+    slots = x.unflatten(0, tokens.shape)[:, 1:].flatten(0, 1)
+    columns = ops.norm_linear(slots, p.norm, target.lm_head, m.norm_eps, axis is None)
+    return gather_columns(columns, axis).float().unflatten(0, (B, block - 1))  # few rows: each rank ranks them all
 
 
 def _attend(
@@ -67,21 +69,24 @@ def _attend(
     m: DrafterModel,
     ops: Ops,
     i: int,
-    x: Tensor,  # [B, S, D]
+    x: Tensor,  # [B * S, D]
     pool: KVPool,
     state: StepState,
     cos: Tensor,  # [B, S, 1, head]
     sin: Tensor,
+    axis: Axis | None,
 ) -> Tensor:
-    h = rms_norm(x, layer.attention_norm, m.norm_eps)
-    q = F.linear(h, layer.q.flatten(0, 1)).unflatten(-1, (-1, m.head))
+    """x plus what attention adds to it."""
+    shape = (*cos.shape[:2], -1, m.head)
+    q = ops.norm_linear(x, layer.attention_norm, layer.q.flatten(0, 1), m.norm_eps, False).view(shape)
     q = rotate_halves(rms_norm(q, layer.q_norm, m.norm_eps), cos, sin)
-    k, v = F.linear(h, p.kv[i].flatten(0, 2)).unflatten(-1, p.kv.shape[1:4]).unbind(2)
+    kv = ops.norm_linear(x, layer.attention_norm, p.kv[i].flatten(0, 2), m.norm_eps, False)
+    k, v = kv.view(shape).chunk(2, 2)
     k = _key(k, p.k_norm[i], m, cos, sin)
     o = ops.draft_attention(
         q, pool.draft_k[i], pool.draft_v[i], state.page_table, state.length, k, v, m.scale, m.windows[i], m.causal[i]
     )
-    return F.linear(o.flatten(2), layer.o.flatten(1))
+    return add_linear(ops, o.flatten(2).flatten(0, 1), layer.o.flatten(1), x, None, axis)
 
 
 def _key(k: Tensor, norm: Tensor, m: DrafterModel, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The small layers that target and drafter share: embedding, RMSNorm, SwiGLU, rotary embedding with YaRN."""
+"""The small layers that target and drafter share: embedding, RMSNorm, sums over ranks, rotary embedding with YaRN."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import Rope
+from ..ops import Ops
 from .axis import Axis, psum
 
 
@@ -34,14 +35,18 @@ def rms_norm(
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def swiglu(
-    x: Tensor,  # [..., D]
-    gate_up: Tensor,  # [2, inner, D]
-    down: Tensor,  # [D, inner]
+def add_linear(
+    ops: Ops,
+    x: Tensor,  # [T, in] with several ranks this one's columns
+    weight: Tensor,  # [D, in]
+    residual: Tensor,  # [T, D]
+    other: Tensor | None,  # [T, D] with several ranks this one's part of a sum
+    axis: Axis | None,
 ) -> Tensor:
-    """down(silu(gate x) * up x); with a rank's share of the inner columns, its part of the sum."""
-    gate, up = F.linear(x, gate_up.flatten(0, 1)).chunk(2, -1)
-    return F.linear(F.silu(gate) * up, down)
+    """residual + other + x @ weight.T, [T, D]."""
+    if axis is None:
+        return ops.linear_add(x, weight, residual, other)
+    return residual + psum(ops.linear_add(x, weight, None, other), axis)
 
 
 def inverse_frequencies(rope: Rope, width: int) -> Tensor:
@@ -73,23 +78,13 @@ def angles(
 
 
 def pair_angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and signed sin [B, N, 1, R] for `rotate_pairs`: element 2i and its partner 2i + 1 share an angle."""
+    """cos and signed sin [B, N, 1, R] for `q_up_absorb`: element 2i and its partner 2i + 1 share an angle."""
     return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
 
 
 def half_angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """cos and signed sin [B, N, 1, R] for `rotate_halves`: element i and its partner i + R / 2 share an angle."""
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-
-
-def rotate_pairs(
-    x: Tensor,  # [B, N, H, R]
-    cos: Tensor,  # [B, N, 1, R] f32, from `pair_angles`
-    sin: Tensor,
-) -> Tensor:
-    """Rotate neighbouring elements (GPT-J order), as the target does."""
-    partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return torch.addcmul(x * cos, partner, sin).to(x.dtype)
 
 
 def rotate_halves(
@@ -100,12 +95,3 @@ def rotate_halves(
     """Rotate first half against second (NeoX order), as the drafter does."""
     partner = x.roll(x.shape[-1] // 2, -1)
     return torch.addcmul(x * cos, partner, sin).to(x.dtype)
-
-
-def per_head(
-    x: Tensor,  # [B, N, H, i]
-    w: Tensor,  # [H, i, o]
-) -> Tensor:
-    """Each head times its own matrix, [B, N, H, o]."""
-    B, N, H, i = x.shape
-    return torch.bmm(x.reshape(B * N, H, i).transpose(0, 1), w).transpose(0, 1).unflatten(0, (B, N))

@@ -4,14 +4,11 @@ One latent row a token serves every head as key and value. The layer reads the p
 writes nothing.
 """
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import TargetModel
 from ..ops import Ops
 from .axis import Axis, psum
-from .layers import per_head, rms_norm, rotate_pairs
 from .params import Attention
 from .state import Context
 
@@ -20,30 +17,28 @@ def attend(
     p: Attention,
     m: TargetModel,
     ops: Ops,
-    x: Tensor,  # [B, N, D]
+    x: Tensor,  # [T, D]
     pool: Tensor,  # [P, 64, L + R] this layer's
     context: Context,
     axis: Axis | None,
-) -> tuple[Tensor, Tensor]:
-    """The attention block's addition to the residual [B, N, D], and the tokens' own pool rows [B, N, L + R].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The residual stream after attention [T, D], sums of its squares [T, pieces], the tokens' pool rows [T, L + R].
 
     A rank has its share of the heads, the latent rows are the same on all.
     """
-    H = p.q_b.shape[0]
-    h = rms_norm(x, p.norm, m.norm_eps)
-    q_latent, latent, k_rope = F.linear(h, p.qkv_a).split((m.q_lora, m.L, m.R), -1)
-    latent = rms_norm(latent, p.kv_a_norm, m.lora_norm_eps)  # [B, N, L]
-    q_latent = rms_norm(q_latent, p.q_a_norm, m.lora_norm_eps)  # [B, N, q_lora]
-    q = F.linear(q_latent, p.q_b.flatten(0, 1)).unflatten(-1, (H, m.nope + m.R))
-    q_nope, q_rope = q.split((m.nope, m.R), -1)
-
-    # the one key head is rotated beside the H query heads
-    rope = rotate_pairs(torch.cat((q_rope, k_rope.unsqueeze(2)), 2), context.cos, context.sin)  # [B, N, H + 1, R]
-    q = torch.cat((per_head(q_nope, p.w_uk), rope[:, :, :H]), -1)  # absorbed: keys stay latent
-    rows = torch.cat((latent, rope[:, :, H]), -1)
-
+    c = context
+    qkv = ops.norm_linear(x, p.norm, p.qkv_a, m.norm_eps, False)
+    q, rows = ops.q_up_absorb(
+        qkv, p.q_a_norm, p.kv_a_norm, p.q_b, p.w_uk, c.cos, c.sin, c.counters, m.lora_norm_eps
+    )  # fmt: skip
+    by_request = (c.length.shape[0], -1)  # B, N
     o = ops.mla_tree_verify(
-        q, pool, context.page_table, context.length, rows, context.ancestors, context.schedule, m.L, m.softmax_scale
-    )
-    o = per_head(o, p.w_uv.mT)  # absorbed: values leave the latent here, [B, N, H, value]
-    return psum(F.linear(o.flatten(2), p.o.flatten(1)), axis), rows
+        q.unflatten(0, by_request), pool, c.page_table, c.length, rows.unflatten(0, by_request), c.ancestors,
+        c.schedule, m.L, m.softmax_scale,
+    )  # fmt: skip
+    o = o.flatten(0, 1)
+    if axis is None:
+        return *ops.v_up_o(o, p.w_uv, p.o.flatten(1), x, c.counters), rows
+    part, _ = ops.v_up_o(o, p.w_uv, p.o.flatten(1), None, c.counters)
+    x = x + psum(part, axis)
+    return x, x.float().square().sum(1, keepdim=True), rows

@@ -75,7 +75,7 @@ class Experts:
 
 @pytree
 class MoE:
-    router: Any  # [E, D] f32
+    router: Any  # [E, D]
     bias: Any  # [E] f32
     experts: Experts
     shared: MLP
@@ -187,7 +187,7 @@ def _moe_plan(m: TargetModel, at: str) -> MoE:
     w2, s2 = ((m.E, m.D, m.I // n) for n in (8, m.group))
     columns, rows = (None, None, "tp", None), (None, None, "tp")
     return MoE(
-        router=_leaf(at + "gate.weight", (m.E, m.D), (None, None), dtype=torch.float32),
+        router=_leaf(at + "gate.weight", (m.E, m.D), (None, None)),
         bias=_leaf(at + "gate.e_score_correction_bias", (m.E,), (None,), stored=torch.float32, dtype=torch.float32),
         experts=Experts(
             w13=experts(w13, ("gate", "up"), columns, words=True),

@@ -1,7 +1,8 @@
 """Frozen dataclasses as pytrees: the one file that touches torch's private pytree module."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 from torch.utils import _pytree
 
@@ -9,6 +10,12 @@ T = TypeVar("T")
 
 tree_map = _pytree.tree_map
 tree_leaves = _pytree.tree_leaves
+
+
+def tree_paths(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Every leaf with where it stands, such as `target.layers[3].norm`."""
+    for path, leaf in _pytree.tree_flatten_with_path(tree)[0]:
+        yield _pytree.keystr(path).removeprefix("."), leaf
 
 
 @dataclass_transform(frozen_default=True)

@@ -128,8 +128,9 @@ class Context:
     length: Tensor  # [B] i32
     ancestors: Tensor | None  # [B, N, 2] i64; None: causal
     schedule: Tensor  # i32, from `mla_schedule`
-    cos: Tensor  # [B, N, 1, R] f32, from `pair_angles`
+    cos: Tensor  # [T, R] f32, from `pair_angles`
     sin: Tensor
+    counters: Tensor  # [2] i32 zero: blocks of a launch count in it and leave it so
 
 
 def empty_pool(m: Model, pages: int, dtype: torch.dtype, device: torch.device) -> KVPool:

@@ -98,11 +98,11 @@ def walk(
 ) -> Emitted:
     """Draw along the tree from the root for as long as the drawn token is a child."""
     if model.axis is not None:
-        columns = target.columns(params.target, model.target, hidden)
+        columns = target.logits(params.target, model.target, model.ops, hidden, wide=False)
         return sampling.sample_and_walk(
             model, model.axis, params.target.rank, columns, state, tree, position, active, shape.depth + 1
         )
-    logits, s = target.logits(params.target, model.target, hidden), state.sampling
+    logits, s = target.logits(params.target, model.target, model.ops, hidden), state.sampling
     tokens, count, path, finish, logprob, top_ids, top_logprobs = model.ops.sample_and_walk(
         logits, tree.token, tree.parent, position, active, shape.depth + 1,
         s.temperature, s.top_k, s.top_p, s.min_p, s.presence, s.frequency, s.repetition, s.bias, s.counts, s.seen,
@@ -130,7 +130,7 @@ def commit(
     else:
         accepted = features.gather(1, path.unsqueeze(-1).expand(-1, -1, features.shape[-1]))
         positions = state.length.unsqueeze(1) + torch.arange(path.shape[1], device=path.device)
-        k, v = drafter.context_kv(params.drafter, model.drafter, accepted, positions, model.axis)
+        k, v = drafter.context_kv(params.drafter, model.drafter, model.ops, accepted, positions, model.axis)
     s = state.sampling
     model.ops.commit(
         pool.target, pool.draft_k, pool.draft_v,

@@ -1,13 +1,12 @@
 """The target: embedding, layers, logits, for the nodes of a tree or the tokens of a prefill chunk alike."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import TargetModel
 from ..ops import Ops
-from .axis import Axis, psum
-from .layers import angles, embed, pair_angles, rms_norm, swiglu
+from .axis import Axis
+from .layers import add_linear, angles, embed, pair_angles
 from .mla import attend
 from .moe import mix_experts
 from .params import MoE, TargetParams
@@ -32,38 +31,31 @@ def forward(
     the tapped layers [B, N, taps * D] in the order they are named."""
     cos, sin = pair_angles(*angles(positions, p.inv_freq, m.rope.amplitude))
     schedule = ops.mla_schedule(length, tokens.shape[1], p.layers[0].attention.q_b.shape[0])
-    context = Context(page_table, length, ancestors, schedule, cos, sin)
-    x = embed(tokens, p.embed, p.rank, axis)
+    counters = torch.zeros(2, dtype=torch.int32, device=tokens.device)
+    context = Context(page_table, length, ancestors, schedule, cos.flatten(0, 2), sin.flatten(0, 2), counters)
+    x = embed(tokens, p.embed, p.rank, axis).flatten(0, 1)
     rows, tapped = [], {}
     for i, (layer, layer_pool) in enumerate(zip(p.layers, pool.unbind(), strict=True)):
-        attended, row = attend(layer.attention, m, ops, x, layer_pool, context, axis)
-        x = x + attended
-        h = rms_norm(x, layer.norm, m.norm_eps)
+        x, squares, row = attend(layer.attention, m, ops, x, layer_pool, context, axis)
         if isinstance(layer.mlp, MoE):
-            mixed = mix_experts(layer.mlp, m, ops, h, valid)
+            x = mix_experts(layer.mlp, m, ops, x, squares, layer.norm, valid.flatten(), counters, axis)
         else:
-            mixed = swiglu(h, layer.mlp.gate_up, layer.mlp.down)
-        x = x + psum(mixed, axis)
+            inner = ops.norm_gate_up(x, layer.norm, layer.mlp.gate_up, m.norm_eps)
+            x = add_linear(ops, inner, layer.mlp.down, x, None, axis)
         rows.append(row)
         if i in taps:
             tapped[i] = x
     features = torch.cat([tapped[i] for i in taps], -1) if taps else x[..., :0]
-    return x, torch.stack(rows), features
+    shape = tokens.shape
+    return x.unflatten(0, shape), torch.stack(rows).unflatten(1, shape), features.unflatten(0, shape)
 
 
 def logits(
     p: TargetParams,
     m: TargetModel,
-    x: Tensor,  # [..., D] last hidden states
+    ops: Ops,
+    x: Tensor,  # [B, N, D] last hidden states
+    wide: bool = True,
 ) -> Tensor:
-    """[..., V] f32; of a rank its columns."""
-    return columns(p, m, x).float()
-
-
-def columns(
-    p: TargetParams,
-    m: TargetModel,
-    x: Tensor,  # [..., D] last hidden states
-) -> Tensor:
-    """Logits of this rank's part of the vocabulary, as computed: [..., V / ranks]."""
-    return F.linear(rms_norm(x, p.norm, m.norm_eps), p.lm_head)
+    """[B, N, V] f32, or as the weights unless `wide`; of a rank its columns."""
+    return ops.norm_linear(x.flatten(0, 1), p.norm, p.lm_head, m.norm_eps, wide).unflatten(0, x.shape[:2])

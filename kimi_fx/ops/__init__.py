@@ -8,16 +8,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from . import build_tree, commit, draft_attention, marlin_moe, mla_tree_verify, moe_route, sample_and_walk
+from . import (
+    build_tree,
+    commit,
+    draft_attention,
+    linear,
+    marlin_moe,
+    mla_tree_verify,
+    norm_route,
+    q_up_absorb,
+    sample_and_walk,
+    v_up_o,
+)
 
 Operator = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Ops:
+    norm_linear: Operator
+    linear_add: Operator
+    norm_gate_up: Operator
+    q_up_absorb: Operator
     mla_schedule: Operator
     mla_tree_verify: Operator
-    moe_route: Operator
+    v_up_o: Operator
+    norm_route: Operator
     marlin_moe: Operator
     build_tree: Operator
     draft_attention: Operator
@@ -26,9 +42,14 @@ class Ops:
 
 
 KERNELS = Ops(
+    norm_linear=linear.norm_linear,
+    linear_add=linear.linear_add,
+    norm_gate_up=linear.norm_gate_up,
+    q_up_absorb=q_up_absorb.q_up_absorb,
     mla_schedule=mla_tree_verify.mla_schedule,
     mla_tree_verify=mla_tree_verify.mla_tree_verify,
-    moe_route=moe_route.moe_route,
+    v_up_o=v_up_o.v_up_o,
+    norm_route=norm_route.norm_route,
     marlin_moe=marlin_moe.marlin_moe,
     build_tree=build_tree.build_tree,
     draft_attention=draft_attention.draft_attention,
@@ -37,9 +58,14 @@ KERNELS = Ops(
 )
 
 REFERENCE = Ops(
+    norm_linear=linear.norm_linear_reference,
+    linear_add=linear.linear_add_reference,
+    norm_gate_up=linear.norm_gate_up_reference,
+    q_up_absorb=q_up_absorb.reference,
     mla_schedule=mla_tree_verify.schedule_reference,
     mla_tree_verify=mla_tree_verify.verify_reference,
-    moe_route=moe_route.reference,
+    v_up_o=v_up_o.reference,
+    norm_route=norm_route.reference,
     marlin_moe=marlin_moe.reference,
     build_tree=build_tree.reference,
     draft_attention=draft_attention.reference,

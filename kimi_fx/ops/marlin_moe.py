@@ -1,6 +1,6 @@
 """The routed experts of one layer: gather, gate | up, SiLU-mul, down, weighted sum over a token's experts.
 
-Routing comes from `moe_route`; the shared expert and the residual are the caller's. Weights are INT4 in the
+Routing comes from `norm_route`; the shared expert and the residual are the caller's. Weights are INT4 in the
 layout of `marlin.py` or, without scales, plain floating matrices, which suit a CPU. Under tensor parallelism
 the result is one rank's partial sum. On CUDA in bf16 the kernels of csrc/moe do it where both widths are multiples
 of 64; they scale the sums of a group, so their weights are not rounded to bf16.

@@ -28,10 +28,16 @@ class Graphs:
         current.wait_stream(self.stream)
 
     def capture(self, call: Callable[[], T]) -> Callable[[], T]:
-        """The call as a replay; recording runs nothing."""
+        """The call as a replay; recording runs nothing. RuntimeError where the call waits for the device."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            result = call()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                result = call()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a step cannot be recorded as a CUDA graph ({error}): some operator has no kernel for these widths, "
+                "use run.compile=false."
+            ) from error
 
         def replay() -> T:
             with torch.cuda.device(self.stream.device):

@@ -5,10 +5,12 @@ and the width of the page table left open. A loaded function has their signature
 `signature` is compared once. All runs under `no_grad`; a compiled function refuses tensors of `inference_mode`.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -25,19 +27,22 @@ Arguments = tuple[Any, ...]  # params, pool, state, and the rest of what a step 
 PAGES, TABLE = 5, 3  # of an example: a size is only left open if it is neither 0 nor 1 nor equal to another
 
 
-def compile_step(bucket: Bucket, arguments: Arguments, kernels: Path) -> bytes:
-    """The bucket's function, traced with these arguments; its kernels go into the folder."""
+def compile_step(bucket: Bucket, arguments: Arguments, kernels: Path) -> tuple[bytes, dict[str, Any]]:
+    """The bucket's function, traced with these arguments, and what the store should note of it: seconds it took, and
+    what it relies on. Its kernels go into the folder."""
     from torch._inductor.utils import clear_caches
 
+    start = time.monotonic()
     traced = step.prefill_step if isinstance(bucket, Chunk) else step.ddtree_step
     options: Any = {"guard_filter_fn": no_guards, "cpp.dynamic_threads": True}
-    with building_in(kernels), torch._dynamo.config.patch(enable_aot_compile=True):
+    with building_in(kernels), torch._dynamo.config.patch(enable_aot_compile=True), short_messages():
         compiled: Any = torch.compile(traced, fullgraph=True, dynamic=False, options=options)
         clear_caches()  # a kernel that is only in memory would be missing in the folder
         for leaf in opened(arguments):
             torch._dynamo.mark_dynamic(leaf, 1)
         function = compiled.aot_compile((arguments, {}))
-        return type(function).serialize(function).serialized_data
+        code = type(function).serialize(function).serialized_data
+    return code, {"seconds": round(time.monotonic() - start, 1), "arguments": signature(arguments)}
 
 
 def load_step(file: Path, arguments: Arguments, kernels: Path) -> Step:
@@ -80,6 +85,16 @@ def kind(tensor: Tensor, free: bool) -> str:
 
 def no_guards(entries: Any) -> list[bool]:
     return [False] * len(entries)
+
+
+@contextmanager
+def short_messages() -> Iterator[None]:
+    """Up to torch 2.11 Inductor writes out all that an operator depends on for a message that is not shown: time and
+    length double with every operator in a row."""
+    from torch._inductor.exc import OperatorIssue
+
+    with patch.object(OperatorIssue, "operator_str", staticmethod(lambda target, args, kwargs: str(target))):
+        yield
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def copied(flight: Flight) -> Flight:
     def copy(leaf: Tensor) -> Tensor:
         return torch.empty_like(leaf, device="cpu", pin_memory=True).copy_(leaf, non_blocking=True)
 
-    emitted, tree = tree_map(copy, (flight.emitted, flight.tree))
+    emitted, tree = tree_map(copy, flight.emitted), flight.tree and tree_map(copy, flight.tree)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(flight.emitted.count.device))
     return replace(flight, emitted=emitted, tree=tree, arrived=arrived)

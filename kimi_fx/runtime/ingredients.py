@@ -32,13 +32,11 @@ def ingredients(model: Model, dtype: torch.dtype, device: torch.device) -> dict[
         "triton": installed("triton"),
         "arch": cuda_arch(device) if on_cuda else torch.backends.cpu.get_cpu_capability().lower(),
         "tp": str(model.ranks),
+        "near": str(bool(model.axis and model.axis.near)).lower(),
         "python": platform.python_version(),
         "device": cuda_name(device) if on_cuda else digest(cpu_flags()),
         "dtype": str(dtype).removeprefix("torch."),
-        "weights": digest(repr([(leaf.shape, leaf.stored, leaf.dtype) for leaf in plan_leaves(model)])),
-    }
-    found |= flat("target", asdict(model.target))
-    found |= flat("drafter", asdict(model.drafter)) if model.drafter else {"drafter": "none"}
+    } | geometry(model)
     for pattern in TRACED:
         for file in sorted(PACKAGE.glob(pattern)):
             found[f"kimi_fx/{file.relative_to(PACKAGE).as_posix()}"] = digest(file.read_bytes())
@@ -46,6 +44,13 @@ def ingredients(model: Model, dtype: torch.dtype, device: torch.device) -> dict[
         sources = sorted(f for f in source_folder().rglob("*") if f.suffix in (".cu", ".cpp", ".h"))
         found["csrc"] = digest(b"\0".join(f.name.encode() + b"\0" + f.read_bytes() for f in sources))
     return found
+
+
+def geometry(model: Model) -> dict[str, str]:
+    """Of both models, and the shapes of their weights."""
+    found = {"weights": digest(repr([(leaf.shape, leaf.stored, leaf.dtype) for leaf in plan_leaves(model)]))}
+    found |= flat("target", asdict(model.target))
+    return found | (flat("drafter", asdict(model.drafter)) if model.drafter else {"drafter": "none"})
 
 
 def plan_leaves(model: Model) -> Iterator[Any]:
@@ -63,7 +68,7 @@ def flat(name: str, values: dict[str, Any]) -> dict[str, str]:
 
 
 def cuda_name(device: torch.device) -> str:
-    """With its index, which compiled code holds."""
+    """With its index, which compiled code holds; every rank's is 0."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return f"{torch.cuda.get_device_name(index)}, cuda:{index}"
 

@@ -15,14 +15,16 @@ from ..checkpoint.load import load_drafter, load_target
 from ..checkpoint.preflight import DRAFTER, TARGET, check
 from ..checkpoint.shards import check_divides, local
 from ..compose import sampling_from
-from ..config import Config, SamplingParams, package_path
+from ..config import Config, SamplingParams, environment, package_path
 from ..graphs.axis import Axis
 from ..graphs.params import Params, drafter_plan, target_plan
 from ..graphs.state import Model
 from ..ops import KERNELS, REFERENCE, Ops
 from ..tokenizer import Tokenizer, generation_defaults, load_tokenizer, stop_ids
 from .build import load_kernels
+from .peers import first_gap
 from .ranks import GROUP, Place, own_place
+from .weights import loaded_once
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,17 @@ def load(config: Config, ready: Loaded | None = None, progress: bool = True, mes
     model, device, dtype = ready.model, ready.device, ready.dtype
     if device.type == "cuda" and model.ops is KERNELS:
         load_kernels(device)
-    target = load_target(target_folder(config), model.target, device, dtype, progress, mesh)
-    drafter = None
-    if model.drafter and config.drafter.path:
-        drafter = load_drafter(package_path(config.drafter.path), model.drafter, device, dtype, progress, mesh)
-    return replace(ready, params=local(Params(target, drafter)))
+
+    def read() -> Params:
+        target = load_target(target_folder(config), model.target, device, dtype, progress, mesh)
+        drafter = None
+        if model.drafter and config.drafter.path:
+            drafter = load_drafter(package_path(config.drafter.path), model.drafter, device, dtype, progress, mesh)
+        return local(Params(target, drafter))
+
+    rank = mesh.get_local_rank("tp") if mesh is not None else 0
+    kept = config.cache.weights
+    return replace(ready, params=loaded_once(config, model, rank, device, dtype, read) if kept else read())
 
 
 def read_text(folder: Path, vocab: int) -> Text:
@@ -107,7 +115,7 @@ def read_model(config: Config, device: torch.device) -> tuple[Model, Path]:
     if config.drafter.path is not None:
         d = config.drafter
         drafter = read_drafter(package_path(config.drafter.path), target, d.window, d.rope_amplitude)
-    axis = Axis(GROUP, config.mesh.tp) if config.mesh.tp > 1 else None
+    axis = Axis(GROUP, config.mesh.tp, bool(config.mesh.near)) if config.mesh.tp > 1 else None
     return Model(target, drafter, pick_ops(config.ops, device), axis), folder
 
 
@@ -140,11 +148,36 @@ def rank_device(name: str, device: torch.device, place: Place) -> torch.device:
         return device
     if device.index is not None:
         raise ValueError(f"device={name} names one device and mesh.tp={place.size} needs one a rank: use device=cuda.")
-    count, needed = torch.cuda.device_count(), place.size if place.port == 0 else place.device + 1
+    count, needed = torch.cuda.device_count(), place.size if place.port == 0 else 1
     if needed > count:
         raise ValueError(f"mesh.tp={place.size} needs {needed} CUDA devices here and {count} are visible.")
-    torch.cuda.set_device(place.device)
-    return torch.device("cuda", place.device)
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)  # of a started rank the only one it sees
+
+
+def settled(config: Config, place: Place) -> Config:
+    """With what rank 0 decides for all: the kind of device, and whether small sums go through the devices' memory.
+    Raises ValueError where that was asked for and cannot be."""
+    if place.size == 1:
+        return config
+    device = pick_device(config.device)
+    why = far_apart(config, place, device)
+    if config.mesh.near and why:
+        raise ValueError(f"mesh.near=true, but {why}: leave it out.")
+    kind = device.type if config.device == "auto" else config.device
+    return replace(config, device=kind, mesh=replace(config.mesh, near=config.mesh.near is not False and why is None))
+
+
+def far_apart(config: Config, place: Place, device: torch.device) -> str | None:
+    """Why small sums cannot go through the devices' memory."""
+    if device.type != "cuda":
+        return "the ranks are on a CPU"
+    if config.ops != "auto":
+        return "ops=reference avoids the kernel for it"
+    if place.port and environment("LOCAL_WORLD_SIZE") != str(place.size):
+        return "the ranks are on several machines"
+    gap = first_gap(place.size)
+    return f"no NVLink joins devices {gap[0]} and {gap[1]}" if gap else None
 
 
 def pick_ops(name: str, device: torch.device) -> Ops:

@@ -20,10 +20,11 @@ from ..graphs.params import Leaf, drafter_plan, target_plan
 from ..graphs.pytree import tree_leaves
 from ..graphs.state import Model, Shape, empty_pool, empty_state
 from ..ops import KERNELS
+from ..ops.linear import ROWS
 from ..request import Plan
-from .buckets import Bucket, Chunk, buckets, name, tokens
+from .buckets import Bucket, buckets, name, tokens
 from .pages import pages_for
-from .rounds import wanted
+from .rounds import recorded, wanted
 
 LIBRARIES = 2_000_000_000  # bytes for products' workspaces, NCCL, late kernels, gaps between blocks; not measured
 GRAPH = 50_000_000  # bytes of one captured graph's nodes; not measured
@@ -97,10 +98,8 @@ def memory(ask: Ask, model: Model, dtype: torch.dtype, device: torch.device) -> 
     page, state = empty_pool(model, 1, dtype, META), empty_state(batch, pages_for(ask.max_len), model.target.V, META)
     asked = buckets(ask.config, model, ask.plan)
     needs = {bucket: workspace(bucket, model, dtype, on_cuda, ask.max_len) for bucket in asked}
-    rounds = max(n for bucket, n in needs.items() if isinstance(bucket, Shape))
-    chunks = max(n for bucket, n in needs.items() if isinstance(bucket, Chunk))
-    captured = on_cuda and wanted(ask.config, device)  # into memory that prefills do not share
-    graphs = GRAPH * sum(isinstance(bucket, Shape) for bucket in asked) if captured else 0
+    step = max(needs.values())
+    captured = recorded(device, dtype) and wanted(ask.config, device, dtype)  # into memory of the graphs' own
     return Memory(
         target=target,
         drafter=drafter,
@@ -109,8 +108,8 @@ def memory(ask: Ask, model: Model, dtype: torch.dtype, device: torch.device) -> 
         draft_row=(page.draft_k.nbytes + page.draft_v.nbytes) // PAGE,
         state=sum(leaf.nbytes for leaf in tree_leaves(state)),
         steps=tuple((name(bucket), n) for bucket, n in needs.items()),
-        workspace=max(target.packing, rounds + chunks if captured else max(rounds, chunks)),
-        libraries=LIBRARIES + graphs if on_cuda else 0,
+        workspace=max(target.packing, 2 * step if captured else step),  # each is tried before
+        libraries=LIBRARIES + GRAPH * len(asked) * captured if on_cuda else 0,
         on_cuda=on_cuda,
     )
 
@@ -165,9 +164,11 @@ def attention(model: Model, T: int) -> int:
 
 
 def moe(model: Model, T: int) -> int:
-    """Elements: rows of all pairs of token and expert in and out, twice in fp32, and the router's input in fp32."""
+    """Elements: rows of all pairs of token and expert in and out, twice in fp32, and the router's input in fp32, as are
+    its weights where rows are too many for the kernel."""
     t = model.target
-    return T * (t.K * (6 * t.D + 4 * t.I // model.ranks) + 4 * t.E + 3 * t.D)
+    router = 2 * t.E * t.D if T > ROWS else 0
+    return T * (t.K * (6 * t.D + 4 * t.I // model.ranks) + 4 * t.E + 3 * t.D) + router
 
 
 def head(bucket: Bucket, model: Model, size: int) -> int:

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,11 +20,14 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.shards import AXES
-from ..config import Config, environment
+from ..config import Config, environment, see_only
+from ..graphs.axis import Axis, gather, psum, rows_of_columns
+from .peers import part, share
 from .watch import Watch
 
 GROUP = "0"  # torch's name of a process's first group; the same in all processes, so that graphs are, too
 FOREVER = timedelta(days=365)  # a rank may wait that long for the next request; `Watch` finds one that hangs
+PATIENCE = 20.0  # seconds for the others to end in
 HEADER, LENGTH = 512, 8  # bytes of an order's first part, and of its length therein
 FOLLOW = "import sys; sys.path[:] = {path!r}; from {module} import main; sys.exit(main({place!r}))"
 
@@ -34,7 +38,7 @@ class Place:
 
     rank: int
     size: int
-    device: int  # index among the devices of its machine
+    device: int  # index among the devices of its machine; in its own process the only one
     host: str = "127.0.0.1"
     port: int = 0  # 0: rank 0 opens one and starts the others
     prefix: str = "kimi_fx"  # of keys in the store
@@ -72,6 +76,8 @@ class Ranks:
     ) -> None:
         if dist.is_initialized():
             raise RuntimeError("this process is in a process group already: one engine with mesh.tp above 1 at a time.")
+        if place.rank:
+            see_only(place.device)
         serves = place.rank == 0 and place.serves
         self.server = TCPStore(place.host, place.port, is_master=serves, wait_for_workers=False)
         self.place = Place(**vars(place) | {"port": self.server.port})
@@ -85,6 +91,7 @@ class Ranks:
         self.watch = Watch(place.rank, place.size, watching, self.followers, self.config.mesh.timeout)
         self.watch.start()
         self.ended = False
+        self.release: Callable[[], object] = int  # drops what holds the group's operations, such as graphs
 
     def join(self, device: torch.device) -> DeviceMesh:
         """Wait for the other processes and make the mesh."""
@@ -96,7 +103,11 @@ class Ranks:
         everybody = dist.distributed_c10d._get_default_group()
         assert everybody.group_name == GROUP
         mesh = DeviceMesh.from_group(everybody, device.type, mesh_dim_names=AXES)
-        dist.all_reduce(torch.zeros(1, device=device))  # connects, so that the first round finds connections
+        if self.config.mesh.near and device.type == "cuda":
+            share(GROUP, self.store, rank, size, device)
+        x, axis = torch.zeros(size, 1, device=device), Axis(GROUP, size)
+        for connect in (psum, gather, rows_of_columns):  # so that the first round finds connections
+            connect(x, axis)
         return mesh
 
     def meet(self, where: str) -> None:
@@ -154,13 +165,27 @@ class Ranks:
             return
         self.ended = True
         broken = broken or self.watch.cause is not None
-        self.watch.over.set()
-        if self.place.rank == 0 and not broken and dist.is_initialized():
-            self.send(None)
-        for follower in self.followers:
-            end(follower, 0.0 if broken else 20.0)
         if dist.is_initialized() and not broken:
-            dist.destroy_process_group()
+            broken = not self.leave()
+        self.watch.over.set()
+        for follower in self.followers:
+            end(follower, 0.0 if broken else PATIENCE)
+
+    def leave(self) -> bool:
+        """Leave the group with all others, as NCCL ends together; whether they came in time."""
+        if self.place.rank == 0:
+            self.send(None)
+        self.store.add("left", 1)
+        last = time.monotonic() + PATIENCE
+        while self.place.rank == 0 and self.store.add("left", 0) < self.place.size:
+            if self.watch.cause or time.monotonic() > last:
+                return False
+            time.sleep(0.02)
+        self.watch.over.set()
+        self.release()
+        part(GROUP)
+        dist.destroy_process_group()
+        return True
 
 
 def start(place: Place, rank: int, module: str) -> "subprocess.Popen[bytes]":

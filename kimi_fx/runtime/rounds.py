@@ -6,17 +6,19 @@ step of all; where they share a folder one of them builds and the others wait fo
 """
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..config import Config
 from ..graphs.params import Params
+from ..graphs.pytree import tree_map
 from ..graphs.state import Emitted, KVPool, Shape, StepState, slots
 from ..ops import KERNELS
 from ..request import Plan
@@ -29,12 +31,31 @@ from .load import Loaded
 from .ranks import Ranks
 from .store import Store, told
 
+FIXED, PER_LAYER = 5.0, 1.0  # seconds that compiling takes on a server
 
-def wanted(config: Config, device: torch.device) -> bool:
+
+def wanted(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether steps run compiled. Raises ValueError where that was asked for and cannot be."""
     if config.run.compile and config.ops == "reference":
         raise ValueError("run.compile=true compiles the operators' kernels and ops=reference avoids them: choose one.")
-    return device.type == "cuda" and config.ops == "auto" if config.run.compile is None else config.run.compile
+    if config.run.compile is None:
+        return recorded(device, dtype) and config.ops == "auto"
+    return config.run.compile
+
+
+def recorded(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether compiled steps become CUDA graphs. In fp32 some operators have no kernel, and wait for the host."""
+    return device.type == "cuda" and dtype == torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a prefill takes beside weights and pool."""
+
+    row: StepState  # of one slot
+    tokens: Tensor  # [1, C] i64
+    count: Tensor  # [1] i64
+    final: Tensor  # [1] bool
 
 
 class Rounds:
@@ -45,10 +66,11 @@ class Rounds:
         self.buckets = buckets(config, self.model, plan)
         with told("in the user's cache"):
             self.store = Store(cache_folder(), ingredients(self.model, loaded.dtype, loaded.device))
-        self.graphs = Graphs(loaded.device) if loaded.device.type == "cuda" else None
+        self.graphs = Graphs(loaded.device) if recorded(loaded.device, loaded.dtype) else None
         self.may_build = not config.run.require_warm
         self.steps: dict[Bucket, Step] = {}
-        self.calls: dict[Shape, Callable[[], Any]] = {}  # over the engine's own buffers
+        self.calls: dict[Bucket, Callable[[], Any]] = {}  # over buffers that stay where they are
+        self.prompts: dict[Chunk, Prompt] = {}  # a prefill's own buffers, as any slot may have it
         self.ranks: Ranks | None = None  # once this process is one of several
         if not self.may_build and (cold := self.cold()):
             raise ValueError(f"run.require_warm=true, but {self.lack(cold)}: run kimi-fx warmup with these settings.")
@@ -59,35 +81,46 @@ class Rounds:
         bucket = fit(shape, self.buckets)
         return bucket and self.call(bucket, params, pool, state)()
 
-    def call(self, bucket: Shape, params: Params, pool: KVPool, state: StepState) -> Callable[[], Any]:
-        """The bucket's round over these buffers, always the same ones."""
+    def call(self, bucket: Bucket, params: Params, pool: KVPool, state: StepState) -> Callable[[], Any]:
+        """The bucket's step over these buffers, always the same ones; a prefill's row and tokens are its own."""
         if bucket not in self.calls:
-            arguments = (params, pool, slots(state, bucket.batch), bucket, self.model)
+            arguments = self.arguments(bucket, params, pool, state)
             call = partial(self.step(bucket, arguments), *arguments)
             self.calls[bucket] = self.graphs.capture(call) if self.graphs else call
         return self.calls[bucket]
 
+    def arguments(self, bucket: Bucket, params: Params, pool: KVPool, state: StepState) -> Arguments:
+        """What the bucket's step is called with from now on."""
+        if isinstance(bucket, Shape):
+            return params, pool, slots(state, bucket.batch), bucket, self.model
+        tokens = torch.zeros(1, bucket.tokens, dtype=torch.int64, device=state.anchor.device)
+        count = tokens.new_ones(1)
+        prompt = Prompt(tree_map(torch.clone, slots(state, 1)), tokens, count, count == 0)
+        self.prompts[bucket] = prompt
+        return params, pool, *vars(prompt).values(), self.model
+
     def prefill(self, params: Params, pool: KVPool, row: StepState, tokens: Sequence[int], final: bool) -> Emitted:
         """One chunk of one slot's prompt."""
-        bucket, device = fit(Chunk(len(tokens)), self.buckets), row.anchor.device
+        bucket = fit(Chunk(len(tokens)), self.buckets)
         assert bucket is not None  # no chunk is longer than run.chunk
-        padded = torch.tensor([[*tokens, *[0] * (bucket.tokens - len(tokens))]], device=device)
-        count, last = torch.tensor([len(tokens)], device=device), torch.tensor([final], device=device)
-        arguments = (params, pool, row, padded, count, last, self.model)
-        _, emitted = self.step(bucket, arguments)(*arguments)
+        call, prompt = self.call(bucket, params, pool, row), self.prompts[bucket]
+        tree_map(Tensor.copy_, prompt.row, row)
+        prompt.tokens[0, : len(tokens)] = torch.tensor(tokens, device=prompt.tokens.device)
+        prompt.count.fill_(len(tokens))
+        prompt.final.fill_(final)
+        _, emitted = call()
+        tree_map(Tensor.copy_, row, prompt.row)
         return emitted
 
     def load_all(self, params: Params, pool: KVPool, state: StepState) -> None:
         """Make ready what the store has, largest first, so that later captures find memory; say what it lacks."""
         cold = self.cold()
         if cold:
-            takes = f"takes {duration(self.store.pace())}, or ahead by kimi-fx warmup"
+            takes = f"takes about {clock(self.pace())}, or ahead by kimi-fx warmup"
             self.say(f"{self.lack(cold)}: each is compiled when first needed and {takes}.")
         for bucket in self.buckets:
-            if isinstance(bucket, Shape) and bucket not in cold:
+            if bucket not in cold:
                 self.call(bucket, params, pool, state)
-            elif bucket not in cold:
-                self.step(bucket, (params, pool, slots(state, 1)))
 
     def step(self, bucket: Bucket, arguments: Arguments) -> Step:
         """The bucket's function, which takes arguments like these."""
@@ -114,17 +147,23 @@ class Rounds:
         """Compile a bucket into the store, unless another process has by now; its entry."""
         if not self.may_build:
             raise RuntimeError(f"run.require_warm=true, but {name(bucket)} is gone from {self.store.folder}.")
-        self.say(f"compiling {name(bucket)}, which takes {duration(self.store.pace())}")
+        self.say(f"compiling {name(bucket)}, which takes about {clock(self.pace())}")
         with self.store.building(quiet=not self.speaks):
             if entry := self.store.entry(name(bucket)):
                 return entry
-            start = time.monotonic()
-            code = compile_step(bucket, idle, self.store.inductor)
-            seconds = round(time.monotonic() - start, 1)
-            self.store.add(name(bucket), code, seconds=seconds, arguments=signature(idle))
+            return self.keep(bucket, *compile_step(bucket, idle, self.store.inductor), self.store.inductor)
+
+    def keep(self, bucket: Bucket, code: bytes, notes: dict[str, Any], kernels: Path) -> dict[str, Any]:
+        """Put what was compiled into the store, which is locked; its entry."""
+        self.store.add(name(bucket), code, kernels, **notes)
         entry = self.store.entry(name(bucket))
         assert entry is not None
         return entry
+
+    def pace(self) -> float:
+        """Seconds that compiling a step takes: the mean of those built with these ingredients, else by the layers."""
+        m = self.model
+        return self.store.pace() or FIXED + PER_LAYER * (m.target.layers + (m.drafter.layers if m.drafter else 0))
 
     def cold(self) -> list[Bucket]:
         """Buckets that the store lacks, be it that of one rank: whether one is loaded is the same on all."""
@@ -136,6 +175,12 @@ class Rounds:
         """What is cold, and why."""
         count = f"{len(cold)} of {len(self.buckets)} compiled steps"
         return f"{count} are not in {self.store.folder} ({name(cold[-1])}, …; {self.store.why_cold()})"
+
+    def release(self) -> None:
+        """Drop the graphs, once they have run: a group whose operations they hold could not end."""
+        if self.graphs:
+            torch.cuda.synchronize(self.graphs.stream.device)
+        self.calls.clear()
 
     def unlimited(self) -> AbstractContextManager[None]:
         """No time in here counts as that of a step."""
@@ -149,10 +194,6 @@ class Rounds:
     def say(self, line: str, end: str = "\n") -> None:
         if self.speaks:
             print(line, file=sys.stderr, flush=True, end=end)
-
-
-def duration(pace: float | None) -> str:
-    return "up to some minutes" if pace is None else f"about {clock(pace)}"
 
 
 def clock(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
     <cache>/<torch>-<cuda>-<triton>-<arch>-tp<ranks>-<fingerprint>/
         manifest.json    the ingredients
-        inductor/        Inductor's own cache: kernels, their sources
+        inductor/        Inductor's own cache: kernels, their sources, of all functions
         <name>.aot       one function
         <name>.json      its checksums, those of the kernels made with it, seconds it took; written last
 
@@ -22,9 +22,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MANIFEST = "manifest.json"
+BUILD = "build-"  # folders of builds that run, or were broken off
 LABEL = ("torch", "cuda", "triton", "arch")  # ingredients that the folder's name shows
 ADVICE = "set KIMI_FX_CACHE to another folder, or run.compile=false to do without"
 REASONS = {
@@ -84,17 +85,31 @@ class Store:
                     if not quiet:
                         warn(f"waiting for another process that is building in {self.folder}")
                     fcntl.flock(lock, fcntl.LOCK_EX)
+                for broken_off in self.folder.glob(f"{BUILD}*/"):
+                    shutil.rmtree(broken_off)
                 if not (self.folder / MANIFEST).exists():
                     write(self.folder / MANIFEST, json.dumps(dict(self.ingredients), indent=1).encode())
                 yield
 
-    def add(self, name: str, code: bytes, **notes: Any) -> None:
-        """Keep a function, the checksums of all kernels that no other one has, and the notes; only while `building`."""
+    @contextmanager
+    def workshop(self) -> Iterator[Path]:
+        """A folder for builds that run at once, each in one below it; only while `building`."""
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix=BUILD) as folder:
+            yield Path(folder)
+
+    def add(self, name: str, code: bytes, kernels: Path, **notes: Any) -> None:
+        """Keep a function, those of its kernels that no other one brought, all checksums, and the notes; only while
+        `building`. The kernels are moved to `inductor` if they were not made there."""
         write(self.code(name), code)
         claimed = {file for note in self.folder.glob("*.json") for file in read_json(note).get("files", {})}
-        kernels = (f for f in self.inductor.rglob("*") if f.is_file() and f.suffix not in (".lock", ".tmp"))
-        brought = {f.relative_to(self.folder).as_posix() for f in kernels} - claimed
-        files = {file: checksum(self.folder / file) for file in (self.code(name).name, *sorted(brought))}
+        files = {self.code(name).name: checksum(self.code(name))}
+        for made in sorted(f for f in kernels.rglob("*") if f.is_file() and f.suffix not in (".lock", ".tmp")):
+            file = self.inductor / made.relative_to(kernels)
+            key = file.relative_to(self.folder).as_posix()
+            if key not in claimed:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(made, file)
+                files[key] = checksum(file)
         write(self.folder / f"{name}.json", json.dumps(notes | {"files": files}, indent=1).encode())
 
     @contextmanager
@@ -119,12 +134,9 @@ class Store:
         return f"the nearest folder, {nearest}, differs in {first}" + (f" and {more} more" if more else "")
 
     def pace(self) -> float | None:
-        """Seconds a build took on average, here or else anywhere in the cache."""
-        for notes in (self.folder.glob("*.json"), self.root.glob("*/*.json")):
-            known = [entry["seconds"] for entry in map(read_json, notes) if "seconds" in entry]
-            if known:
-                return sum(known) / len(known)
-        return None
+        """Seconds a build took here on average."""
+        known = [entry["seconds"] for entry in map(read_json, self.folder.glob("*.json")) if "seconds" in entry]
+        return sum(known) / len(known) if known else None
 
 
 def fingerprint(ingredients: Mapping[str, str]) -> str:
@@ -157,14 +169,21 @@ def checksum(file: Path) -> str:
 
 def write(file: Path, data: bytes) -> None:
     """The file appears whole, or not at all."""
-    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as temporary:
+    with temporary(file) as out:
+        out.write(data)
+
+
+@contextmanager
+def temporary(file: Path) -> Iterator[BinaryIO]:
+    """What is written takes the file's place at the end, whole, or not at all."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as out:
         try:
-            temporary.write(data)
-            temporary.flush()
-            os.fsync(temporary.fileno())
-            os.replace(temporary.name, file)
+            yield out  # type: ignore[misc]
+            out.flush()
+            os.fsync(out.fileno())
+            os.replace(out.name, file)
         except BaseException:
-            os.unlink(temporary.name)
+            os.unlink(out.name)
             raise
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kimi_fx.runtime.build import ARCHS, FLAGS, source_folder
 
-SOURCES = sorted(s for folder in ("mla", "moe", "round") for s in source_folder().glob(f"{folder}/*.cu"))
+SOURCES = sorted(s for folder in ("layer", "mla", "moe", "round") for s in source_folder().glob(f"{folder}/*.cu"))
 SHARED = {"sm_80": 163, "sm_90a": 227, "sm_120": 99}  # KiB a block may use; the launchers assert the dynamic part
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

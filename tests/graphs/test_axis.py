@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def traced(folder: Path, ranks: int) -> tuple[str, Counter[str]]:
+def traced(folder: Path, ranks: int, near: bool = False) -> tuple[str, Counter[str]]:
     """The code of a round, and how often it calls each collective."""
     config = load_config(
         [f"target={folder / 'target'}", f"drafter={folder / 'drafter'}", "device=cpu", "dtype=float32"]
@@ -37,7 +37,8 @@ def traced(folder: Path, ranks: int) -> tuple[str, Counter[str]]:
     )
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)) if ranks > 1 else None
     loaded = load(config, prepare(config), progress=False, mesh=mesh)
-    model = replace(loaded.model, ops=KERNELS)
+    axis = replace(loaded.model.axis, near=near) if loaded.model.axis else None
+    model = replace(loaded.model, ops=KERNELS, axis=axis)
     pool, state = empty_pool(model, 3, loaded.dtype, loaded.device), empty_state(2, 2, 320, loaded.device)
     graphs: list[Any] = []
 
@@ -50,7 +51,7 @@ def traced(folder: Path, ranks: int) -> tuple[str, Counter[str]]:
         torch.compile(ddtree_step, backend=keep, fullgraph=True)(loaded.params, pool, state, Shape(2, 8, 6, 7), model)
     (graph,) = graphs
     called = [str(getattr(node.target, "__name__", node.target)) for node in graph.graph.nodes]
-    names = ("all_reduce", "all_gather_into_tensor", "all_to_all_single")
+    names = ("all_reduce", "all_gather_into_tensor", "all_to_all_single", "peer_sum")
     return graph.code, Counter(name for call in called for name in names if name in call)
 
 
@@ -64,6 +65,14 @@ def test_collectives_of_a_round(folder: Path) -> None:
         assert counts == {"all_reduce": target + drafter, "all_to_all_single": 1, "all_gather_into_tensor": 2}
         codes.append(code)
     assert codes[0] == codes[1]
+
+
+def test_sums_through_the_devices_memory(folder: Path) -> None:
+    """All of them, as they are small."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    _, counts = traced(folder, 2, near=True)
+    dist.destroy_process_group()
+    assert counts == {"peer_sum": 11, "all_to_all_single": 1, "all_gather_into_tensor": 2}
 
 
 def test_a_single_rank_has_none(folder: Path) -> None:

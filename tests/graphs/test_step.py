@@ -143,14 +143,14 @@ def test_unused_and_reserved_rows_are_never_read(make_engine: Any, golden: list[
 
 
 def counting(engine: Engine, visits: list[int]) -> Callable[..., Any]:
-    """`moe_route` that notes how many pairs of token and expert there are."""
+    """`norm_route` that notes how many pairs of token and expert there are."""
 
-    def moe_route(*args: Any) -> Any:
-        ids, weights, order, offsets = engine.model.ops.moe_route(*args)
-        visits.append(int(offsets[-1]))
-        return ids, weights, order, offsets
+    def norm_route(*args: Any) -> Any:
+        routed = engine.model.ops.norm_route(*args)
+        visits.append(int(routed[5][-1]))
+        return routed
 
-    return moe_route
+    return norm_route
 
 
 @pytest.mark.parametrize("nodes", [8, 16])
@@ -187,7 +187,7 @@ def test_an_inactive_slot_is_padding(engine: Engine, held_out: list[list[int]]) 
         for b in (0, 3)
     ]
     visits: list[int] = []
-    _, emitted, logits = one_round(engine, pool, state, shape(engine, 16, 4), moe_route=counting(engine, visits))
+    _, emitted, logits = one_round(engine, pool, state, shape(engine, 16, 4), norm_route=counting(engine, visits))
     m = engine.model.target
     assert visits == [m.K * (16 + 7)] * (m.layers - m.dense_layers)
     for b, (_, alone, own) in zip((0, 3), expected, strict=True):
@@ -210,7 +210,7 @@ def test_a_padded_chunk_equals_a_full_one(engine: Engine, held_out: list[list[in
     prompt = held_out[0][:20]
     rows = []
     visits: list[int] = []
-    model, m = with_ops(engine, moe_route=counting(engine, visits)).model, engine.model.target
+    model, m = with_ops(engine, norm_route=counting(engine, visits)).model, engine.model.target
     for padding in (0, 12):
         pool, state = prefilled(engine, [[1]], [15])
         state.length.zero_()

@@ -1,4 +1,4 @@
-"""The CUDA kernels of the expert layer: the router against its reference and fp64, the experts against fp64.
+"""The CUDA kernels of the experts, against fp64.
 
 Experts are drawn as compressed-tensors words, packed on the device, and meant as their dequantised bf16 matrices.
 Memory is poisoned before every call, so that an element nobody wrote shows.
@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kimi_fx.ops import moe_route
 from kimi_fx.ops.marlin import (
     dequantise,
     marlin_pack,
@@ -21,6 +20,7 @@ from kimi_fx.ops.marlin import (
     marlin_unpack_scales,
 )
 from kimi_fx.ops.marlin_moe import marlin_moe
+from kimi_fx.ops.norm_route import choose
 from kimi_fx.runtime.build import load_kernels
 
 pytestmark = pytest.mark.gpu
@@ -40,107 +40,11 @@ def poison(*sizes: int) -> None:
     del junk
 
 
-# ---- router ----
-
-
-class Routed(NamedTuple):
-    ids: Tensor
-    weights: Tensor
-    order: Tensor
-    offsets: Tensor
-
-
-def route(logits: Tensor, bias: Tensor, valid: Tensor, k: int) -> Routed:
-    T, E = logits.shape
-    poison(T * k, T * k, T * k, E + 1)
-    return Routed(*moe_route.moe_route(logits, bias, valid, k, SCALE))
-
-
 def work_list(ids: Tensor, E: int) -> tuple[Tensor, Tensor]:
     """Pairs by expert and each expert's start, from ids [T, k] with -1 for padding."""
     expert, order = torch.where(ids < 0, E, ids).flatten().sort(stable=True)
     starts = torch.bincount(expert, minlength=E + 1).cumsum(0)[:E]
     return order.int(), torch.nn.functional.pad(starts, (1, 0)).int()
-
-
-def check_route(found: Routed, logits: Tensor, bias: Tensor, valid: Tensor, k: int) -> None:
-    """The reference's experts but for gaps under 1e-6; their weights; the list that belongs to them."""
-    ids, weights, order, offsets = found
-    expected = moe_route.reference(logits, bias, valid, k, SCALE)[0][valid].long()
-    assert (ids[~valid] == -1).all() and (weights[~valid] == 0).all()
-    score, chosen = logits[valid].double().sigmoid(), ids[valid].long()
-    biased = score + bias.double()
-    gap = (biased.gather(1, chosen) - biased.gather(1, expected)).abs()
-    assert (gap[chosen != expected] < 1e-6).all()
-    assert (chosen.sort(1).values.diff(dim=1) > 0).all()  # no expert twice
-    share = score.gather(1, chosen)
-    share = SCALE * share / (share.sum(1, keepdim=True) + 1e-20)
-    torch.testing.assert_close(weights[valid].double(), share, rtol=2e-6, atol=1e-30)
-    for ours, theirs in zip((order, offsets), work_list(ids, len(bias)), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@settings(deadline=None, max_examples=150)
-@given(
-    T=st.sampled_from([8, 9, 16, 17, 63, 64, 65, 255, 256, 257, 600, 2048, 4096]) | st.integers(1, 70),
-    E=st.sampled_from([1, 32, 127, 128, 129, 384, 385, 1024]) | st.integers(1, 1024),
-    k=st.sampled_from([1, 4, 8, 32]),
-    padding=st.sampled_from([0.0, 0.3, 1.0]),
-    seed=seeds,
-)
-def test_routes_as_the_reference_does(T: int, E: int, k: int, padding: float, seed: int) -> None:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    logits = torch.randn(T, E, generator=generator, device="cuda") * 2
-    bias = torch.randn(E, generator=generator, device="cuda") * 0.1
-    valid = torch.rand(T, generator=generator, device="cuda") >= padding
-    k = min(k, E)
-    found = route(logits, bias, valid, k)
-    check_route(found, logits, bias, valid, k)
-    assert all(torch.equal(a, b) for a, b in zip(found, route(logits, bias, valid, k), strict=True))
-
-
-@settings(deadline=None, max_examples=40)
-@given(T=st.integers(1, 70), E=st.sampled_from([1, 5, 32, 96, 97, 384, 1000]), k=st.integers(1, 32), seed=seeds)
-def test_the_lowest_id_wins_ties(T: int, E: int, k: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randint(-2, 3, (T, E), generator=generator).float()
-    bias = torch.randint(0, 2, (E,), generator=generator) * 4.0
-    k, valid = min(k, E), torch.ones(T, dtype=torch.bool)
-    rank = 5 * bias + logits  # grows as sigmoid(logit) + bias does
-    expected = (rank.double() - torch.arange(E) * 1e-6).argsort(1, descending=True)[:, :k]
-    assert torch.equal(route(logits.cuda(), bias.cuda(), valid.cuda(), k).ids.cpu().long(), expected)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("T", [6, 300])
-def test_one_token_does_not_touch_another(bad: float, T: int) -> None:
-    torch.manual_seed(1)
-    logits, bias = torch.randn(T, 384, device="cuda"), torch.randn(384, device="cuda")
-    others = torch.arange(T, device="cuda") != 2
-    before = route(logits, bias, others | True, 8)
-    logits[2] = bad
-    for valid in (others | True, others):
-        after = route(logits, bias, valid, 8)
-        assert torch.equal(after.ids[others], before.ids[others])
-        assert torch.equal(after.weights[others], before.weights[others])
-        assert torch.equal(after.ids[2], moe_route.reference(logits, bias, valid, 8, SCALE)[0][2])
-        assert all(torch.equal(a, b) for a, b in zip(after[2:], work_list(after.ids, 384), strict=True))
-
-
-def test_more_experts_than_are_built_take_the_reference() -> None:
-    logits, bias = torch.randn(5, 1100, device="cuda"), torch.randn(1100, device="cuda")
-    valid = torch.ones(5, dtype=torch.bool, device="cuda")
-    for k in (8, 40):
-        check_route(route(logits, bias, valid, k), logits, bias, valid, k)
-
-
-def test_more_chosen_than_experts_are_refused() -> None:
-    logits, bias = torch.randn(5, 7, device="cuda"), torch.randn(7, device="cuda")
-    with pytest.raises(ValueError, match=r"top 8 of logits \[5, 7\]"):
-        moe_route.moe_route(logits, bias, torch.ones(5, dtype=torch.bool, device="cuda"), 8, SCALE)
-
-
-# ---- experts ----
 
 
 class Experts(NamedTuple):
@@ -302,7 +206,7 @@ def test_a_captured_graph_follows_the_routing(T: int) -> None:
     valid = torch.ones(T, dtype=torch.bool, device="cuda")
 
     def layer() -> tuple[Tensor, Tensor, Tensor]:
-        ids, weights, order, offsets = moe_route.moe_route(logits, bias, valid, k, SCALE)
+        ids, weights, order, offsets = choose(logits, bias, valid, k, SCALE)
         return ids, weights, marlin_moe(x, *experts.packed, weights, order, offsets)
 
     layer()
@@ -345,8 +249,5 @@ def test_packing_on_the_device_is_bit_equal(E: int, N: int, K: int) -> None:
 
 def test_opcheck() -> None:
     x, weights = inputs(5, 128, 2, seed=0)
-    ids, valid = draw_ids(5, 6, 2, 6, seed=0), torch.tensor([True, False, True, True, True], device="cuda")
-    torch.library.opcheck(
-        moe_route.moe_route, (torch.randn(5, 12, device="cuda"), torch.randn(12, device="cuda"), valid, 3, 2.5)
-    )
+    ids = draw_ids(5, 6, 2, 6, seed=0)
     torch.library.opcheck(marlin_moe, (x, *make_experts(6, 128, 64).packed, weights, *work_list(ids, 6)))

@@ -14,14 +14,15 @@ import kimi_fx.engine
 from kimi_fx.cli import main
 from kimi_fx.follow import follow
 from kimi_fx.runtime import ranks
+from kimi_fx.runtime.rounds import Rounds
 
 
 def follower(place: dict[str, Any], how: str, file: str) -> int:
     with open(file, "w") as out:
         out.write(f"{os.getpid()}\n")
-    step, rounds = kimi_fx.engine.ddtree_step, []
+    step, decode, rounds = kimi_fx.engine.ddtree_step, Rounds.decode, []
 
-    def failing(*args: Any) -> Any:
+    def fail() -> None:
         rounds.append(None)
         if len(rounds) == 3 and how != "interrupted":
             with open(file, "a") as out:
@@ -32,12 +33,19 @@ def follower(place: dict[str, Any], how: str, file: str) -> int:
                 raise MemoryError("no room for an egg")
             if how == "hangs":
                 time.sleep(100)
+
+    def compiled(*args: Any) -> Any:
+        fail()
+        return decode(*args)
+
+    def failing(*args: Any) -> Any:
+        fail()
         state, tree, emitted = step(*args)
         if len(rounds) == 3 and how == "differs":
             tree = replace(tree, score=tree.score + 1)
         return state, tree, emitted
 
-    kimi_fx.engine.ddtree_step = failing
+    kimi_fx.engine.ddtree_step, Rounds.decode = failing, compiled  # type: ignore[method-assign]
     return follow(ranks.Place(**place))
 
 

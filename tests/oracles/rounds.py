@@ -149,14 +149,14 @@ def forward(
 def plain_logits(engine: Engine, sequences: Sequence[Sequence[int]], start: int) -> Tensor:
     """[sequences, length - start, V]: what each prefix of more than `start` tokens predicts."""
     hidden, _, _ = forward(engine, sequences)
-    return target.logits(engine.loaded.params.target, engine.model.target, hidden[:, start:])
+    return target.logits(engine.loaded.params.target, engine.model.target, engine.model.ops, hidden[:, start:])
 
 
 def plain_rows(engine: Engine, tokens: Sequence[int]) -> KVPool:
     """What one prefill of the tokens writes: leaves as the pool's, [layers, tokens, …]."""
     _, rows, features = forward(engine, [tokens])
     positions = torch.arange(len(tokens)).unsqueeze(0)
-    k, v = drafter.context_kv(engine.loaded.params.drafter, engine.model.drafter, features, positions)
+    k, v = drafter.context_kv(engine.loaded.params.drafter, engine.model.drafter, engine.model.ops, features, positions)
     return KVPool(rows[:, 0], k[:, 0], v[:, 0])
 
 

@@ -18,12 +18,13 @@ from kimi_fx.graphs import step
 from kimi_fx.graphs.axis import Axis
 from kimi_fx.graphs.params import Experts, Params, drafter_plan, target_plan
 from kimi_fx.graphs.pytree import tree_leaves, tree_map
-from kimi_fx.graphs.state import Model, Shape
+from kimi_fx.graphs.state import Model, Shape, empty_state
 from kimi_fx.ops import KERNELS
 from kimi_fx.runtime.buckets import Bucket, Chunk
 from kimi_fx.runtime.compiled import example
 from kimi_fx.runtime.load import prepare
 from kimi_fx.runtime.memory import Ask, available, check_memory, largest, memory, workspace
+from kimi_fx.runtime.pages import Pages
 
 CONF = Path(__file__).parents[2] / "conf"
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
@@ -43,16 +44,35 @@ def asked(model: Model, *words: str) -> Ask:
 
 
 def test_a_rank_of_kimi_k2_6(kimi: Model) -> None:
-    """Published bytes; the router's 60 x 384 x 7168 weights are computed with in fp32."""
+    """Published bytes."""
     found = memory(asked(kimi), kimi, BF16, CUDA)
     assert found.target.stored == 76_182_593_536
     rank_and_frequencies = 8 + 32 * 4
-    assert found.target.held == found.target.stored + 60 * 384 * 7168 * 2 + rank_and_frequencies
+    assert found.target.held == found.target.stored + rank_and_frequencies
     assert found.row == 70_272 and found.pool == 4 * 262_144
     assert found.draft_row == 6 * 2 * 128 * 2  # one key/value head of 8
     for drafted in ("fc", "kv"):
         assert getattr(drafter_plan(kimi.drafter, 8), drafted).axes.count("tp") == 1
     assert 0.85e9 < found.drafter.stored < 0.9e9
+
+
+def test_the_longest_context(kimi: Model) -> None:
+    """262,144 tokens of one request fit eight ranks of 139 GB; what a chunk of a prompt computes in does not grow with
+    what lies before it, so that 200,000 tokens are prefilled in the memory of 512."""
+    ask = asked(kimi, "run.batch=1")
+    found, short = (
+        check_memory(ask, kimi, BF16, CUDA, 139e9),
+        memory(asked(kimi, "cache.max_len=1024"), kimi, BF16, CUDA),
+    )
+    assert ask.max_len == found.pool == 262_144 and found.kv == 262_144 * (70_272 + 6 * 2 * 128 * 2)
+    chunks = [{name: size for name, size in m.steps if name.startswith("prefill")} for m in (found, short)]
+    assert chunks[0] == chunks[1] and max(chunks[0].values()) < 1.1e9
+    state = empty_state(1, 4096, kimi.target.V, torch.device("meta"))
+    assert state.page_table.shape == (1, 262_144 // 64)
+    assert found.state == sum(leaf.nbytes for leaf in tree_leaves(state))
+    pages = Pages(found.pool // 64)
+    held = pages.take(200_000 + 256)
+    assert held is not None and len(held) == 3129 and pages.take(262_144 - 3129 * 64 + 1) is None
 
 
 def test_a_loaded_pair_takes_what_was_planned(loaded, make_engine) -> None:
@@ -153,4 +173,4 @@ def test_a_step_takes_no_more_than_estimated(kimi: Model, bucket: Bucket) -> Non
         with Live([leaf for leaf in tree_leaves(arguments[:3]) if leaf is not None]) as live:
             (step.prefill_step if isinstance(bucket, Chunk) else step.ddtree_step)(*arguments)
     estimate = workspace(bucket, model, BF16, on_cuda=True, context=64)
-    assert live.most <= estimate <= 7 * live.most
+    assert live.most <= estimate <= 9 * live.most

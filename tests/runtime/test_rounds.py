@@ -24,6 +24,7 @@ from kimi_fx.graphs import step
 from kimi_fx.graphs.pytree import tree_map
 from kimi_fx.graphs.state import Shape
 from kimi_fx.runtime.buckets import Chunk, name
+from kimi_fx.runtime.compiled import signature
 from kimi_fx.runtime.load import Loaded
 from oracles.toys import random_pair
 
@@ -46,7 +47,7 @@ def make(small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make
         traced(*arguments)
         return traced
 
-    monkeypatch.setattr(kimi_fx.runtime.rounds, "compile_step", lambda *_: b"code")
+    monkeypatch.setattr(kimi_fx.runtime.rounds, "compile_step", lambda _, a, __: (b"", {"arguments": signature(a)}))
     monkeypatch.setattr(kimi_fx.runtime.rounds, "load_step", load_step)
 
     def engine(*overrides: str, compiled: bool = True) -> Engine:
@@ -119,7 +120,7 @@ def test_a_cold_start_says_so_and_a_warm_one_nothing(make: Make, capsys: Any) ->
 
     cold = start()
     said = capsys.readouterr().err
-    assert re.search("4 of 4 compiled steps are not in .*nothing is in .* up to some minutes, or ahead by", said)
+    assert re.search("4 of 4 compiled steps are not in .*nothing is in .* takes about 9 s, or ahead by", said)
     cold.generate([1, 2], max_tokens=9, budget=15, **HOW)
     said = capsys.readouterr().err.splitlines()
     built = {name(Chunk(64)), name(Shape(1, 16, 8, 15))}

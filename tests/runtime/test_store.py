@@ -17,11 +17,12 @@ CODE = b"code" * 1000
 
 
 def fill(store: Store, name: str = "round", seconds: float = 40.0) -> Store:
-    with store.building():
-        (store.inductor / "ab").mkdir(exist_ok=True)
-        (store.inductor / "ab" / f"{name}.so").write_bytes(b"kernel" * 100)
-        (store.inductor / "ab" / f"{name}.lock").touch()
-        store.add(name, CODE, seconds=seconds, arguments=["float32 [2]"])
+    with store.building(), store.workshop() as kernels:
+        (kernels / "ab").mkdir()
+        (kernels / "ab" / f"{name}.so").write_bytes(b"kernel" * 100)
+        (kernels / "ab" / "shared.so").write_bytes(name.encode())
+        (kernels / "ab" / f"{name}.lock").touch()
+        store.add(name, CODE, kernels, seconds=seconds, arguments=["float32 [2]"])
     return store
 
 
@@ -42,10 +43,22 @@ def test_what_was_added_is_there(store: Store) -> None:
     again = Store(store.root, dict(WORDS))
     entry = again.entry("round")
     assert entry is not None and entry["seconds"] == 40.0 and entry["arguments"] == ["float32 [2]"]
-    assert sorted(entry["files"]) == ["inductor/ab/round.so", "round.aot"]
+    assert sorted(entry["files"]) == ["inductor/ab/round.so", "inductor/ab/shared.so", "round.aot"]
     assert again.code("round").read_bytes() == CODE and again.entry("other") is None
     assert json.loads((again.folder / "manifest.json").read_text()) == WORDS
-    assert not list(store.root.rglob("*.tmp"))
+    assert not list(store.root.rglob("*.tmp")) and not list(store.folder.glob("build-*"))
+
+
+def test_a_kernel_that_two_functions_have_is_the_first_ones(store: Store) -> None:
+    entry = fill(store, "later").entry("later")
+    assert entry is not None and sorted(entry["files"]) == ["inductor/ab/later.so", "later.aot"]
+    assert (store.inductor / "ab" / "shared.so").read_bytes() == b"round" and store.entry("round")
+
+
+def test_what_a_broken_build_left_is_removed(store: Store) -> None:
+    (store.folder / "build-1" / "ab").mkdir(parents=True)
+    with store.building():
+        assert not list(store.folder.glob("build-*"))
 
 
 @pytest.mark.parametrize("file", ["round.aot", "inductor/ab/round.so", "round.json"])
@@ -84,10 +97,10 @@ def test_a_miss_names_the_ingredient(store: Store, tmp_path: Path) -> None:
     assert "drafter (nothing there, none here) and 1 more" in new.why_cold()
 
 
-def test_how_long_a_build_takes(store: Store, tmp_path: Path) -> None:
+def test_how_long_a_build_takes(store: Store) -> None:
     fill(store, "longer", 60.0)
-    assert store.pace() == 50 == Store(store.root, WORDS | {"tp": "8"}).pace()
-    assert Store(tmp_path / "none", WORDS).pace() is None
+    assert store.pace() == 50
+    assert Store(store.root, WORDS | {"tp": "8"}).pace() is None
 
 
 @pytest.mark.parametrize(
@@ -156,7 +169,8 @@ def share(root: Path, builds: Any, die: bool) -> None:
                     (store.folder / "a.aot").write_bytes(CODE[:100])
                     os._exit(1)
                 builds.put(name)
-                store.add(name, CODE, seconds=1.0)
+                with store.workshop() as kernels:
+                    store.add(name, CODE, kernels, seconds=1.0)
 
 
 def test_processes_share_an_empty_folder(tmp_path: Path) -> None:

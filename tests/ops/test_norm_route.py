@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from kimi_fx.ops import moe_route
+from kimi_fx.ops.norm_route import choose
 
 Routed = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -18,7 +18,7 @@ Routed = tuple[Tensor, Tensor, Tensor, Tensor]
 def route(logits: Tensor, bias: Tensor, k: int, scale: float = 1.0, valid: Tensor | None = None) -> Routed:
     if valid is None:
         valid = torch.ones(len(logits), dtype=torch.bool)
-    return moe_route.reference(logits, bias, valid, k, scale)
+    return choose(logits, bias, valid, k, scale)
 
 
 def check_work_list(ids: Tensor, order: Tensor, offsets: Tensor, experts: int) -> None:
@@ -131,24 +131,8 @@ def test_padding_alone_visits_no_expert() -> None:
     assert order.tolist() == list(range(6)) and offsets.tolist() == [0] * 9
 
 
-def test_operator_is_well_formed() -> None:
-    torch.manual_seed(2)
-    args = (torch.randn(5, 12), torch.randn(12), torch.tensor([True, False, True, True, False]), 3, 2.5)
-    torch.library.opcheck(torch.ops.kimi_fx.moe_route, args)
-    for ours, reference in zip(moe_route.moe_route(*args), moe_route.reference(*args), strict=True):
-        assert torch.equal(ours, reference)
-
-
 @pytest.mark.parametrize(("k", "bias", "valid"), [(17, 16, 5), (0, 16, 5), (-1, 16, 5), (4, 1, 5), (4, 16, 1)])
 def test_arguments_that_disagree(k: int, bias: int, valid: int) -> None:
     logits, valid_ = torch.randn(5, 16), torch.ones(valid, dtype=torch.bool)
-    for operator in (moe_route.reference, moe_route.moe_route):
-        with pytest.raises(
-            ValueError, match=rf"top {k} of logits \[5, 16\] with bias \[{bias}\] and valid \[{valid}\]"
-        ):
-            operator(logits, torch.zeros(bias), valid_, k, 1.0)
-
-
-def test_logits_that_are_a_view() -> None:
-    logits = torch.randn(16, 5).t()
-    torch.library.opcheck(moe_route.moe_route, (logits, torch.zeros(16), torch.ones(5, dtype=torch.bool), 4, 1.0))
+    with pytest.raises(ValueError, match=rf"top {k} of logits \[5, 16\] with bias \[{bias}\] and valid \[{valid}\]"):
+        choose(logits, torch.zeros(bias), valid_, k, 1.0)

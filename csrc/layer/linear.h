@@ -1,0 +1,70 @@
+// Products of plain rows of weights, and the one that adds to a residual.
+
+#pragma once
+
+#include "operators.h"
+#include "store.h"
+
+namespace kimi_fx::layer {
+
+struct Rows : Plain {
+    Shape shape;
+    const __nv_bfloat16 *x, *w;
+    int rows;
+
+    template <class T>
+    int count_tiles() const {
+        return (rows + T::kRows - 1) / T::kRows;
+    }
+    template <class T>
+    __device__ const __nv_bfloat16* weight(int tile, int row, int k) const {
+        return w + int64_t(min(tile * T::kRows + row, rows - 1)) * shape.inputs + k;
+    }
+    template <class T>
+    __device__ const __nv_bfloat16* input(int, int token, int k) const {
+        return x + int64_t(token) * shape.inputs + k;
+    }
+};
+
+struct LinearAdd : Rows {
+    const __nv_bfloat16 *residual, *other;
+    __nv_bfloat16* out;
+    float* squares;
+
+    template <class T>
+    __device__ float4 added(int tile, int token, int row) const {
+        int64_t at = int64_t(token) * rows + min(tile * T::kRows + row, rows - 4);
+        float4 sum = make_float4(0, 0, 0, 0);
+        if (residual) add(sum, load_four(residual + at));
+        if (other) add(sum, load_four(other + at));
+        return sum;
+    }
+
+    template <class T>
+    __device__ void finish(int tile, int token, int row, float, const Total<T>& total) const {
+        static_assert(T::kRows == 64);
+        int lane = threadIdx.x % 32;
+        int64_t at = int64_t(token) * rows + tile * T::kRows + row;
+        bool real = tile * T::kRows + row < rows;
+        float4 sum = make_float4(0, 0, 0, 0);
+        if (real) {
+            sum = total(row);
+            store_four(out + at, sum);
+        }
+        if (squares == nullptr) return;
+        float square = squares_of_rounded(sum);
+        // Sixteen lanes have a token's 64 rows
+        for (int d = 8; d; d /= 2) square += __shfl_xor_sync(0xffffu << (lane & 16), square, d);
+        if (lane % 16 == 0) squares[token * shape.tiles + tile] = square;
+    }
+};
+
+inline LinearAdd linear_add(const AddParams& p) {
+    LinearAdd op;
+    op.shape = {p.T, p.inputs, 0, 0, 0, 0};
+    op.x = p.x, op.w = p.w, op.rows = p.rows;
+    op.residual = p.residual, op.other = p.other, op.out = p.out, op.squares = p.squares;
+    return op;
+}
+
+}  // namespace kimi_fx::layer

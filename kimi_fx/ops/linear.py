@@ -1,0 +1,105 @@
+"""Matrix products of few rows: of a normed input, onto a residual, and the first half of an MLP.
+
+The layers of target and drafter are made of them where nothing more special fits. Weights are plain matrices [out, in],
+RMSNorm as the models have it. On CUDA in bf16 with at most 128 rows and widths in multiples of 8 the kernels of
+csrc/layer do it: the sums stay in fp32 to the end, and of a normed input x * weight is rounded, 1 / rms joins the sums.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .library import kernels
+
+ROWS = 128  # at most, in the kernels
+
+
+def few_rows(
+    x: Tensor,  # [T, …]
+    *weights: Tensor,
+) -> Any:
+    """The library where its products take these, else None: then the reference does it."""
+    fits = 0 < x.shape[0] <= ROWS and all(t.dtype == torch.bfloat16 for t in (x, *weights))
+    return kernels("norm_linear") if fits and all(n % 8 == 0 for w in weights for n in w.shape[-2:]) else None
+
+
+def norm_linear_reference(
+    x: Tensor,  # [T, D]
+    norm: Tensor,  # [D]
+    weight: Tensor,  # [out, D]
+    eps: float,
+    wide: bool,
+) -> Tensor:
+    """rms_norm(x) @ weight.T, [T, out] as x or, `wide`, f32."""
+    y = F.linear(F.rms_norm(x, norm.shape, norm, eps), weight)
+    return y.float() if wide else y
+
+
+def linear_add_reference(
+    x: Tensor,  # [T, in]
+    weight: Tensor,  # [out, in]
+    residual: Tensor | None,  # [T, out]
+    other: Tensor | None,  # [T, out]
+) -> Tensor:
+    """residual + other + x @ weight.T, [T, out]."""
+    y = F.linear(x, weight)
+    y = y if other is None else other + y
+    return y if residual is None else residual + y
+
+
+def norm_gate_up_reference(
+    x: Tensor,  # [T, D]
+    norm: Tensor,  # [D]
+    gate_up: Tensor,  # [2, I, D]
+    eps: float,
+) -> Tensor:
+    """silu(gate) * up of rms_norm(x), [T, I]."""
+    gate, up = F.linear(F.rms_norm(x, norm.shape, norm, eps), gate_up.flatten(0, 1)).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+norm_linear = torch.library.custom_op("kimi_fx::norm_linear", norm_linear_reference, mutates_args=())
+linear_add = torch.library.custom_op("kimi_fx::linear_add", linear_add_reference, mutates_args=())
+norm_gate_up = torch.library.custom_op("kimi_fx::norm_gate_up", norm_gate_up_reference, mutates_args=())
+
+
+@norm_linear.register_fake
+def _(x: Tensor, norm: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32 if wide else x.dtype)
+
+
+@linear_add.register_fake
+def _(x: Tensor, weight: Tensor, residual: Tensor | None, other: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@norm_gate_up.register_fake
+def _(x: Tensor, norm: Tensor, gate_up: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape[0], gate_up.shape[1])
+
+
+@norm_linear.register_kernel("cuda")
+def _(x: Tensor, norm: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
+    loaded = few_rows(x, norm, weight)
+    if loaded is None:
+        return norm_linear_reference(x, norm, weight, eps, wide)
+    return loaded.norm_linear(x.contiguous(), norm, weight, eps, wide)
+
+
+@linear_add.register_kernel("cuda")
+def _(x: Tensor, weight: Tensor, residual: Tensor | None, other: Tensor | None) -> Tensor:
+    loaded = few_rows(x, weight)
+    if loaded is None:
+        return linear_add_reference(x, weight, residual, other)
+    whole = (a if a is None else a.contiguous() for a in (residual, other))
+    return loaded.linear_add(x.contiguous(), weight, *whole)
+
+
+@norm_gate_up.register_kernel("cuda")
+def _(x: Tensor, norm: Tensor, gate_up: Tensor, eps: float) -> Tensor:
+    loaded = few_rows(x, norm, gate_up)
+    if loaded is None:
+        return norm_gate_up_reference(x, norm, gate_up, eps)
+    return loaded.norm_gate_up(x.contiguous(), norm, gate_up, eps)

@@ -1,0 +1,48 @@
+"""From attended latents to the residual stream: the value's up-projection, the output projection, the addition.
+
+Absorbed attention's values leave the latent here (arXiv:2405.04434, section 2.1). Beside the sum come sums of squares
+of its rows, which the norm after it (`norm_route`) would otherwise read the whole row for. One of several ranks has a
+part of the sum: it adds no residual, and the squares are of no use. On CUDA in bf16 with at most 128 rows the kernels
+of csrc/layer do it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .linear import few_rows
+
+PIECE = 64  # columns whose squares are summed
+
+
+def reference(
+    o: Tensor,  # [T, H, L]
+    w_uv: Tensor,  # [H, value, L]
+    weight: Tensor,  # [D, H * value]
+    residual: Tensor | None,  # [T, D]
+    counters: Tensor,  # [2] i32 zero, and left so: the kernel's blocks count in it
+) -> tuple[Tensor, Tensor]:
+    """x [T, D], and squares [T, D / 64, up] f32 whose sum over a row is that of x's squares."""
+    v = torch.bmm(o.transpose(0, 1), w_uv.mT).transpose(0, 1).flatten(1)
+    x = F.linear(v, weight)
+    x = x if residual is None else residual + x
+    whole = F.pad(x.float(), (0, -x.shape[1] % PIECE))
+    return x, whole.unflatten(1, (-1, PIECE)).square().sum(2)
+
+
+v_up_o = torch.library.custom_op("kimi_fx::v_up_o", reference, mutates_args=())
+
+
+@v_up_o.register_fake
+def _(o: Tensor, w_uv: Tensor, weight: Tensor, residual: Tensor | None, counters: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, width = o.shape[0], weight.shape[0]
+    return o.new_empty(tokens, width), o.new_empty(tokens, -(-width // PIECE), dtype=torch.float32)
+
+
+@v_up_o.register_kernel("cuda")
+def _(o: Tensor, w_uv: Tensor, weight: Tensor, residual: Tensor | None, counters: Tensor) -> tuple[Tensor, Tensor]:
+    loaded = few_rows(o, w_uv, weight)
+    if loaded is None:
+        return reference(o, w_uv, weight, residual, counters)
+    whole = residual if residual is None else residual.contiguous()
+    return loaded.v_up_o(o.contiguous(), w_uv, weight, whole, counters)
