@@ -21,7 +21,7 @@ from .graphs.params import Params, drafter_plan, target_plan
 from .runtime.build import load_kernels
 from .runtime.builders import build_all
 from .runtime.load import Loaded, load
-from .runtime.rounds import Rounds, clock
+from .runtime.rounds import Rounds, clock, wanted
 
 
 class Warmup(Engine):
@@ -45,9 +45,12 @@ class Warmup(Engine):
 def command(overrides: Sequence[str]) -> int:
     """Prints the store's folder."""
     config = load_config(overrides)
-    engine = Warmup.open(replace(config, run=replace(config.run, compile=True, require_warm=False)))
+    run = replace(config.run, require_warm=False)
+    engine = Warmup.open(replace(config, run=replace(run, compile=True)))
     assert engine.rounds is not None
     print(engine.rounds.store.folder)
+    if not wanted(replace(config, run=run), engine.loaded.device, engine.loaded.dtype):
+        engine.rounds.say("run.compile is off with these settings: run.compile=true uses what is compiled")
     return 0
 
 

@@ -19,7 +19,7 @@ from ..config import with_environment
 from ..ops import KERNELS, REFERENCE, Ops
 from ..runtime.build import load_kernels
 from . import mla
-from .device import Cells, Rates, asked, heat_map, per_layer, rates, report, result
+from .device import Cells, Rates, asked, heat_map, numbers, per_layer, rates, report, result
 from .moe import random_experts
 from .record import say
 
@@ -184,19 +184,8 @@ def measure(choice: dict[str, list[int]]) -> dict[str, Any]:
 def run(overrides: Sequence[str]) -> int:
     """Takes `rows=[1,16] peers=[]`, and `folder=` for JSON and picture."""
     given, folder = asked("layer", list(DEFAULTS), overrides)
-    found = measure(DEFAULTS | {key: [int(n) for n in words] for key, words in given.items()})
-    heads = [
-        "rows",
-        "us",
-        "apart us",
-        "floor us",
-        "over floor",
-        "launches",
-        "norm_qkv_a",
-        "q_up_absorb",
-        "v_up_o",
-        "norm_route",
-    ]
-    heads += ["shared_down", "lm_head", "compiled torch us", "torch over ours"]
+    found = measure(DEFAULTS | {key: numbers(key, words, 1, 128) for key, words in given.items()})
+    heads = ["rows", "us", "apart us", "floor us", "over floor", "launches", "norm_qkv_a", "q_up_absorb", "v_up_o"]
+    heads += ["norm_route", "shared_down", "lm_head", "compiled torch us", "torch over ours"]
     report("layer", found, heads, heat_map(found["cells"], "part", "rows"), folder, f"{LAYERS} layers in a graph")
     return 0

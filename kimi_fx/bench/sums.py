@@ -54,9 +54,11 @@ def run(overrides: Sequence[str]) -> int:
     place = own_place(config)
     if place.port:
         raise ValueError("bench sums starts its ranks itself: call it without torchrun.")
+    if (devices := torch.cuda.device_count()) < max(config.mesh.tp, 2):
+        raise ValueError(f"bench sums needs mesh.tp=2 or more and as many CUDA devices, found {devices}.")
     config = settled(config, place)
     if config.device != "cuda" or not config.mesh.near:
-        raise ValueError("bench sums compares two ways to sum on CUDA devices joined by NVLink: use mesh.tp=2 or more.")
+        raise ValueError("bench sums compares two ways to sum on CUDA devices joined by NVLink, found none.")
     ranks = Ranks(place, config, module=MODULE)
     try:
         found = list(take_part(ranks, asked))

@@ -31,16 +31,18 @@ from .load import Loaded
 from .ranks import Ranks
 from .store import Store, told
 
-FIXED, PER_LAYER = 5.0, 1.0  # seconds that compiling takes on a server
+FIXED, PER_LAYER = 5.0, 1.0  # seconds that compiling takes on a server; on a CPU, C++ takes several times that
 
 
 def wanted(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether steps run compiled. Raises ValueError where that was asked for and cannot be."""
     if config.run.compile and config.ops == "reference":
         raise ValueError("run.compile=true compiles the operators' kernels and ops=reference avoids them: choose one.")
-    if config.run.compile is None:
-        return recorded(device, dtype) and config.ops == "auto"
-    return config.run.compile
+    on = config.run.compile
+    on = recorded(device, dtype) and config.ops == "auto" if on is None else on
+    if config.run.require_warm and not on:
+        raise ValueError("run.require_warm=true asks for compiled steps, and none are in use: set run.compile=true.")
+    return on
 
 
 def recorded(device: torch.device, dtype: torch.dtype) -> bool:
@@ -66,6 +68,7 @@ class Rounds:
         self.buckets = buckets(config, self.model, plan)
         with told("in the user's cache"):
             self.store = Store(cache_folder(), ingredients(self.model, loaded.dtype, loaded.device))
+        self.budget = plan.budget
         self.graphs = Graphs(loaded.device) if recorded(loaded.device, loaded.dtype) else None
         self.may_build = not config.run.require_warm
         self.steps: dict[Bucket, Step] = {}
@@ -118,6 +121,8 @@ class Rounds:
         if cold:
             takes = f"takes about {clock(self.pace())}, or ahead by kimi-fx warmup"
             self.say(f"{self.lack(cold)}: each is compiled when first needed and {takes}.")
+        if all(b.nodes <= self.budget for b in self.buckets if isinstance(b, Shape)):
+            self.say(f"rounds of {self.budget + 1} nodes are in no bucket of run.nodes and run operator by operator")
         for bucket in self.buckets:
             if bucket not in cold:
                 self.call(bucket, params, pool, state)
@@ -163,7 +168,8 @@ class Rounds:
     def pace(self) -> float:
         """Seconds that compiling a step takes: the mean of those built with these ingredients, else by the layers."""
         m = self.model
-        return self.store.pace() or FIXED + PER_LAYER * (m.target.layers + (m.drafter.layers if m.drafter else 0))
+        guess = FIXED + PER_LAYER * (m.target.layers + (m.drafter.layers if m.drafter else 0))
+        return self.store.pace() or guess * (4 if self.graphs is None else 1)
 
     def cold(self) -> list[Bucket]:
         """Buckets that the store lacks, be it that of one rank: whether one is loaded is the same on all."""

@@ -26,6 +26,7 @@ from kimi_fx.graphs.state import Shape
 from kimi_fx.runtime.buckets import Chunk, name
 from kimi_fx.runtime.compiled import signature
 from kimi_fx.runtime.load import Loaded
+from kimi_fx.runtime.rounds import wanted
 from oracles.toys import random_pair
 
 Make = Callable[..., Engine]
@@ -120,7 +121,7 @@ def test_a_cold_start_says_so_and_a_warm_one_nothing(make: Make, capsys: Any) ->
 
     cold = start()
     said = capsys.readouterr().err
-    assert re.search("4 of 4 compiled steps are not in .*nothing is in .* takes about 9 s, or ahead by", said)
+    assert re.search("4 of 4 compiled steps are not in .*nothing is in .* takes about 36 s, or ahead by", said)
     cold.generate([1, 2], max_tokens=9, budget=15, **HOW)
     said = capsys.readouterr().err.splitlines()
     built = {name(Chunk(64)), name(Shape(1, 16, 8, 15))}
@@ -174,3 +175,8 @@ engine.generate([1, 2], max_tokens=2)
 assert not {"torch._dynamo", "torch._inductor"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_requiring_what_is_not_in_use() -> None:
+    with pytest.raises(ValueError, match="none are in use: set run.compile=true"):
+        wanted(load_config(["run.require_warm=true"]), torch.device("cpu"), torch.float32)
