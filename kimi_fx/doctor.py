@@ -125,7 +125,7 @@ def devices(case: Case) -> str:
         return f"planned for {case.place.size} CUDA devices of {gb(case.planned)}, none is looked at\n  {versions}"
     if case.device.type == "cpu":
         count = torch.get_num_threads()
-        return f"the CPU, {count} thread{"s" * (count > 1)}; operators run as their PyTorch references\n  {versions}"
+        return f"the CPU, {count} thread{'s' * (count > 1)}; operators run as their PyTorch references\n  {versions}"
     lines = [f"{torch.cuda.device_count()} CUDA devices", f"  {versions}"]
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
