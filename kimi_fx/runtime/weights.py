@@ -36,7 +36,8 @@ from .store import MANIFEST, StoreError, fingerprint, read_json, remove_stale, t
 
 ADVICE = "set KIMI_FX_CACHE to another folder, or cache.weights=false to do without"
 PACKING = ("checkpoint/*.py", "graphs/params.py", "graphs/layers.py", "ops/marlin.py")
-CHUNK = 64 * 2**20  # bytes read or summed at once
+CHUNK = 64 * 2**20  # bytes read at once
+SUMMED = 4 * 2**20  # bytes summed at once: a CPU keeps them in its caches
 SAMPLE = 64 * 2**10  # bytes of a block that stands for a shard's data
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -236,7 +237,7 @@ def sum_of(leaf: Tensor) -> str:
     device. One word that differs always shows, as odd factors lose nothing modulo 2^64."""
     data = leaf.contiguous().view(-1).view(torch.uint8)
     whole = len(data) // 8 * 8
-    parts = data[:whole].view(torch.int64).split(CHUNK // 8)
+    parts = data[:whole].view(torch.int64).split(SUMMED // 8)
     factors = odd_factors(len(parts[0]), leaf.device)
     sums = torch.stack([(part * factors[: len(part)]).sum() for part in parts])
     return digest(repr((sums.tolist(), data[whole:].tolist())))

@@ -167,7 +167,7 @@ def test_a_sum_depends_on_order(data: bytes, moves: Any) -> None:
 
 
 def test_a_sum_sees_chunks_and_rows_that_trade_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kimi_fx.runtime.weights, "CHUNK", 2**12)  # type: ignore[attr-defined]
+    monkeypatch.setattr(kimi_fx.runtime.weights, "SUMMED", 2**12)  # type: ignore[attr-defined]
     leaf = torch.randn(2**12, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     tops = leaf.view(torch.int64) & -(2**48)  # one bf16 of four: differences of the highest bits alone
     for data in (leaf.view(torch.int64), tops):
