@@ -91,7 +91,7 @@ def load(config: Config, ready: Loaded | None = None, progress: bool = True, mes
 
     rank = mesh.get_local_rank("tp") if mesh is not None else 0
     kept = config.cache.weights
-    return replace(ready, params=loaded_once(config, model, rank, device, dtype, read) if kept else read())
+    return replace(ready, params=loaded_once(config, model, rank, device, dtype, read, progress) if kept else read())
 
 
 def read_text(folder: Path, vocab: int) -> Text:

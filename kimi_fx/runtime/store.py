@@ -19,7 +19,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,8 +29,8 @@ BUILD = "build-"  # folders of builds that run, or were broken off
 LABEL = ("torch", "cuda", "triton", "arch")  # ingredients that the folder's name shows
 ADVICE = "set KIMI_FX_CACHE to another folder, or run.compile=false to do without"
 REASONS = {
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), f"cannot be written, {ADVICE}"),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"is on a full disk, free some space, {ADVICE}"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "cannot be written"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "is on a full disk, free some space"),
 }
 
 
@@ -175,9 +175,10 @@ def write(file: Path, data: bytes) -> None:
 
 @contextmanager
 def temporary(file: Path) -> Iterator[BinaryIO]:
-    """What is written takes the file's place at the end, whole, or not at all."""
+    """What is written takes the file's place at the end, whole, or not at all. Locked from before the first byte."""
     with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as out:
         try:
+            fcntl.flock(out, fcntl.LOCK_EX)
             yield out  # type: ignore[misc]
             out.flush()
             os.fsync(out.fileno())
@@ -187,8 +188,17 @@ def temporary(file: Path) -> Iterator[BinaryIO]:
             raise
 
 
+def remove_stale(folder: Path) -> None:
+    """Temporary files of writers that were killed: they have bytes, and nobody holds their lock."""
+    for file in folder.glob("*.tmp"):
+        with suppress(OSError), file.open("r+b") as left:
+            fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.stat().st_size:
+                file.unlink()
+
+
 @contextmanager
-def told(folder: Path | str) -> Iterator[None]:
+def told(folder: Path | str, advice: str = ADVICE) -> Iterator[None]:
     """A StoreError with a sentence for what a disk can refuse, however deep the error lies."""
     try:
         yield
@@ -197,7 +207,8 @@ def told(folder: Path | str) -> Iterator[None]:
         while cause is not None:
             code = errno.ENOSPC if os.strerror(errno.ENOSPC) in str(cause) else getattr(cause, "errno", None)
             if code in REASONS:
-                raise StoreError(f"The artefact store {folder} {REASONS[code]} ({os.strerror(code)}).") from error
+                what = f"{REASONS[code]}, {advice} ({os.strerror(code)})"
+                raise StoreError(f"The artefact store {folder} {what}.") from error
             cause = cause.__cause__ or cause.__context__
         raise
 
