@@ -1,4 +1,4 @@
-"""What an operator cannot take it refuses in one sentence, eagerly and in a trace; what is empty gives empty results."""
+"""What an operator cannot take it refuses in a sentence, eagerly and in a trace; no requests give empty results."""
 
 from collections.abc import Callable
 from typing import Any
