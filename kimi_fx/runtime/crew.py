@@ -1,0 +1,67 @@
+"""Processes for long jobs, none of which outlives the process that asked for them, however that ends.
+
+Each leads a session of its own, in which the compilers it starts are too, so that all of them end together. Ctrl-C is
+for the process that asked: it ends the others.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
+from threading import Thread
+
+
+@contextmanager
+def crew(size: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool of fresh processes. What breaks the block off ends them at once, before anything else is cleaned up.
+    RuntimeError where one of them was killed."""
+    with ProcessPoolExecutor(size, multiprocessing.get_context("spawn"), initializer=begin) as pool:
+        try:
+            yield pool
+        except BaseException as error:
+            members = list((pool._processes or {}).values())
+            pool.shutdown(wait=False, cancel_futures=True)
+            for member in members:
+                end(member)
+            if isinstance(error, BrokenProcessPool):
+                raise RuntimeError(
+                    "a process that compiles was killed, most likely as memory ran out: what was compiled before is "
+                    "kept, so free some memory and run the same command again."
+                ) from None
+            raise
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the end of the block, and never comes to processes started in it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def begin() -> None:
+    """In a process of a crew."""
+    os.setsid()
+    Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def end(member: BaseProcess) -> None:
+    """Kill it and what it has started; before `begin` there is neither that nor the group."""
+    assert member.pid is not None
+    with suppress(ProcessLookupError):
+        os.killpg(member.pid, signal.SIGKILL)
+    member.kill()
+    member.join()
