@@ -73,9 +73,7 @@ def one_by_one(rounds: Rounds, params: Params, cold: Sequence[Bucket]) -> Built:
         yield bucket, rounds.build(bucket, example(bucket, params, rounds.model))
 
 
-def in_parallel(
-    rounds: Rounds, params: Params, cold: Sequence[Bucket], at_once: int
-) -> Built:
+def in_parallel(rounds: Rounds, params: Params, cold: Sequence[Bucket], at_once: int) -> Built:
     """Each bucket's entry, as it is done; one that another process has built meanwhile is not built again."""
     rounds.say(f"compiling {', '.join(map(name, cold))}, {at_once} at once, about {clock(rounds.pace())} each")
     forms: Any = tree_map(form, params)
