@@ -26,7 +26,7 @@ from ..graphs.state import Model
 from ..ops import KERNELS
 from .buckets import Bucket, name
 from .compiled import compile_step, example
-from .crew import crew, uninterrupted
+from .crew import crew, submit
 from .rounds import Rounds, clock
 
 MOST = 8  # builders: each holds a traced graph, and on CUDA a context
@@ -84,9 +84,8 @@ def in_parallel(rounds: Rounds, params: Params, cold: Sequence[Bucket], at_once:
         for bucket in cold:
             if entry := rounds.store.entry(name(bucket)):
                 yield bucket, entry
-                continue
-            with uninterrupted():
-                jobs[pool.submit(build, bucket, forms, geometry, folder / name(bucket), threads)] = bucket
+            else:
+                jobs[submit(pool, build, bucket, forms, geometry, folder / name(bucket), threads)] = bucket
         for job in as_completed(jobs):
             yield jobs[job], rounds.keep(jobs[job], *job.result(), folder / name(jobs[job]))
 

@@ -7,12 +7,13 @@ for the process that asked: it ends the others.
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from threading import Thread
+from typing import Any
 
 
 @contextmanager
@@ -35,12 +36,14 @@ def crew(size: int) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the end of the block, and never comes to processes started in it."""
+def submit(pool: ProcessPoolExecutor, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Ctrl-C never comes to a process started for the job, and waits until that is done."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        future = pool.submit(job, *arguments)
+        with pool._shutdown_lock:  # else the pool would not see the newest process end before another job does
+            pool._executor_manager_thread_wakeup.wakeup()
+        return future
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

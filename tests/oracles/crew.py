@@ -7,7 +7,7 @@ import time
 from concurrent.futures import as_completed
 from pathlib import Path
 
-from kimi_fx.runtime.crew import crew, uninterrupted
+from kimi_fx.runtime.crew import crew, submit
 
 
 def job(file: Path) -> None:
@@ -22,8 +22,7 @@ def job(file: Path) -> None:
 def main(folder: Path) -> int:
     try:
         with crew(2) as pool:
-            with uninterrupted():
-                jobs = [pool.submit(job, folder / name) for name in ("a", "b")]
+            jobs = [submit(pool, job, folder / name) for name in ("a", "b")]
             print("started", flush=True)
             for done in as_completed(jobs):
                 done.result()

@@ -74,9 +74,11 @@ def test_ctrl_c_while_they_start_is_quiet(parent: "subprocess.Popen[str]") -> No
     assert (out, err) == ("KeyboardInterrupt \n", "")
 
 
-def test_a_killed_member_is_said(parent: "subprocess.Popen[str]", tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", [min, max])
+def test_a_killed_member_is_said(parent: "subprocess.Popen[str]", tmp_path: Path, which: Callable[..., int]) -> None:
+    """The one started first, and the one started last."""
     found = members(tmp_path)
-    os.kill(found[0], signal.SIGKILL)
+    os.kill(which(found[0], found[2]), signal.SIGKILL)
     out, err = parent.communicate(timeout=PATIENCE)
     assert "RuntimeError a process that compiles was killed, most likely as memory ran out" in out and not err
     wait_for(lambda: not any(map(runs, found)))
