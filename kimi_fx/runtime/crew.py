@@ -13,7 +13,10 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from threading import Thread
-from typing import Any
+from typing import TypeVar, TypeVarTuple
+
+Given = TypeVarTuple("Given")
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -36,7 +39,7 @@ def crew(size: int) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
-def submit(pool: ProcessPoolExecutor, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
+def submit(pool: ProcessPoolExecutor, job: Callable[[*Given], Result], *arguments: *Given) -> Future[Result]:
     """Ctrl-C never comes to a process started for the job, and waits until that is done."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
