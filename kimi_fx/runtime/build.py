@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from ..config import environment
+from .store import told
 
 LIBRARY = "kimi_fx_cuda"  # also the namespace of its operators
 FOLDERS = (".", "common", "mla", "moe", "round")  # of csrc
@@ -140,11 +141,13 @@ def source_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """KIMI_FX_CACHE, else kimi_fx in the user's cache; made if need be. Raises ValueError where it is no folder."""
+    """KIMI_FX_CACHE, else kimi_fx in the user's cache; made if need be. Raises ValueError where it is no folder,
+    StoreError where it cannot be made."""
     own, shared = environment("KIMI_FX_CACHE"), environment("XDG_CACHE_HOME")
     folder = (Path(own) if own else Path(shared or "~/.cache") / "kimi_fx").expanduser()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        with told(folder):
+            folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"{folder} lies on a file: set KIMI_FX_CACHE to a folder.") from None
     return folder

@@ -159,6 +159,8 @@ def settled(config: Config, place: Place) -> Config:
     """With what rank 0 decides for all: the kind of device, and whether small sums go through the devices' memory.
     Raises ValueError where that was asked for and cannot be."""
     if place.size == 1:
+        if config.mesh.near:
+            raise ValueError("mesh.near=true, but there is one rank: leave it out, or set mesh.tp to more.")
         return config
     device = pick_device(config.device)
     why = far_apart(config, place, device)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from .compiled import Arguments, Step, compile_step, example, load_step, signatu
 from .ingredients import ingredients
 from .load import Loaded
 from .ranks import Ranks
-from .store import Store, told
+from .store import Store
 
 FIXED, PER_LAYER = 5.0, 1.0  # seconds that compiling takes on a server; on a CPU, C++ takes several times that
 
@@ -66,8 +67,7 @@ class Rounds:
     def __init__(self, config: Config, loaded: Loaded, plan: Plan) -> None:
         self.model = replace(loaded.model, ops=KERNELS)
         self.buckets = buckets(config, self.model, plan)
-        with told("in the user's cache"):
-            self.store = Store(cache_folder(), ingredients(self.model, loaded.dtype, loaded.device))
+        self.store = Store(cache_folder(), ingredients(self.model, loaded.dtype, loaded.device))
         self.budget = plan.budget
         self.graphs = Graphs(loaded.device) if recorded(loaded.device, loaded.dtype) else None
         self.may_build = not config.run.require_warm
@@ -138,7 +138,7 @@ class Rounds:
         """A bucket's function loaded and tried, built if it has to be."""
         idle = example(bucket, arguments[0], self.model)
         entry = self.store.entry(name(bucket)) or self.build(bucket, idle)
-        for compiled, found in zip(entry["arguments"], signature(arguments), strict=True):
+        for compiled, found in zip_longest(entry["arguments"], signature(arguments)):
             if compiled != found:
                 where = self.store.folder
                 raise RuntimeError(f"{name(bucket)} takes {compiled} and was given {found}: delete {where}.")

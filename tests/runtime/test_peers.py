@@ -22,8 +22,8 @@ def test_a_cpu_has_no_near_ranks() -> None:
     assert found.mesh.near is False and found.device == "cpu"
     with pytest.raises(ValueError, match="mesh.near=true, but the ranks are on a CPU: leave it out"):
         settled(load_config(["device=cpu", "mesh.tp=2", "mesh.near=true"]), TWO)
-    alone = load_config(["mesh.near=true"])
-    assert settled(alone, Place(0, 1, 0)) == alone
+    with pytest.raises(ValueError, match="mesh.near=true, but there is one rank: leave it out"):
+        settled(load_config(["mesh.near=true"]), Place(0, 1, 0))
 
 
 def test_what_keeps_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:

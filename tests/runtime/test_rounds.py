@@ -48,7 +48,10 @@ def make(small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make
         traced(*arguments)
         return traced
 
-    monkeypatch.setattr(kimi_fx.runtime.rounds, "compile_step", lambda _, a, __: (b"", {"arguments": signature(a)}))
+    def compile_step(_: Any, arguments: Any, __: Any) -> tuple[bytes, dict[str, Any]]:
+        return b"", {"seconds": 1.0, "arguments": signature(arguments)}
+
+    monkeypatch.setattr(kimi_fx.runtime.rounds, "compile_step", compile_step)
     monkeypatch.setattr(kimi_fx.runtime.rounds, "load_step", load_step)
 
     def engine(*overrides: str, compiled: bool = True) -> Engine:
