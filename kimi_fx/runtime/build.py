@@ -146,7 +146,7 @@ def cache_folder() -> Path:
     own, shared = environment("KIMI_FX_CACHE"), environment("XDG_CACHE_HOME")
     folder = (Path(own) if own else Path(shared or "~/.cache") / "kimi_fx").expanduser()
     try:
-        with told(folder):
+        with told(folder, "set KIMI_FX_CACHE to another folder"):
             folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"{folder} lies on a file: set KIMI_FX_CACHE to a folder.") from None

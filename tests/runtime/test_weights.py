@@ -203,7 +203,7 @@ def test_a_disk_that_cannot_take_them_is_found_first(
             leaves(words)
     with monkeypatch.context() as patch:
         patch.setenv("KIMI_FX_CACHE", "/sys/kimi_fx")
-        with pytest.raises(StoreError, match="cannot be written, .*cache.weights=false"):
+        with pytest.raises(StoreError, match="cannot be written, set KIMI_FX_CACHE to another folder"):
             leaves(words)
     assert not reads and not list((tmp_path / "cache").rglob("rank*"))
 
