@@ -32,7 +32,8 @@ from .load import Loaded
 from .ranks import Ranks
 from .store import Store
 
-FIXED, PER_LAYER = 5.0, 1.0  # seconds that compiling takes on a server; on a CPU, C++ takes several times that
+FIXED, PER_LAYER = 5.0, 1.0  # seconds that compiling takes on a server
+UNRECORDED = 4  # times that where steps are not recorded, which is mostly C++ for a CPU
 
 
 def wanted(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
@@ -169,7 +170,7 @@ class Rounds:
         """Seconds that compiling a step takes: the mean of those built with these ingredients, else by the layers."""
         m = self.model
         guess = FIXED + PER_LAYER * (m.target.layers + (m.drafter.layers if m.drafter else 0))
-        return self.store.pace() or guess * (4 if self.graphs is None else 1)
+        return self.store.pace() or guess * (UNRECORDED if self.graphs is None else 1)
 
     def cold(self) -> list[Bucket]:
         """Buckets that the store lacks, be it that of one rank: whether one is loaded is the same on all."""
