@@ -107,11 +107,20 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-__device__ inline uint4 load_matrices(const uint4* from) {
+__device__ inline uint4 load_shared(uint32_t from) {
+    uint4 r;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "r"(from)
+                 : "memory");
+    return r;
+}
+
+__device__ inline uint4 load_matrices(uint32_t from) {
     uint4 r;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-                 : "r"(shared_address(from))
+                 : "r"(from)
                  : "memory");
     return r;
 }

@@ -19,30 +19,41 @@
 namespace kimi_fx::moe {
 namespace {
 
-// This warp's column over `stages`. Activations: rows of `h`, I / 8 + 1 vectors each, or those in the ring.
-template <int NT>
+// This warp's column over `stages`: activations from the ring, of down rows of h, I / 8 + 1 vectors each.
+template <int NT, bool kDownward>
 __device__ void multiply_stages(float (&sums)[4][NT][4], const Params& p, Ring<NT>& ring, int stages, bool real,
-                                const uint4* h) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = h ? p.I / 8 + 1 : kTokenRow;
+                                uint32_t h) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = kDownward ? p.I / 8 + 1 : kTokenRow;
+    uint32_t words = (warp * 32 + lane) * 16, scales = (kScales + warp * 8 + lane / 4) * 16;
+    uint32_t tokens = (lane % 8 * row + lane / 8) * 16 + (kDownward ? h : kTokens * 16);
 #pragma unroll 1
     for (int s = 0; s < stages; ++s) {
-        const uint4* slot = ring.wait();
-        const uint4* tokens = (h ? h + s * (kInputs / 8) : slot + kTokens) + lane % 8 * row + lane / 8;
+        uint32_t slot = ring.wait();
         if (real) {
+            Unit unit[2];
             uint4 b[2][NT];
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                b[0][n] = load_matrices(tokens + n * 8 * row);
-                b[1][n] = load_matrices(tokens + n * 8 * row + 4);
+            for (int j = 0; j < 2; ++j) {
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    b[j][n] = load_matrices((kDownward ? 0 : slot) + tokens + (n * 8 * row + j * 4) * 16);
+                }
+                unit[j].low = load_shared(slot + words + 2 * j * kRow * 16);
+                unit[j].high = load_shared(slot + words + (2 * j + 1) * kRow * 16);
+                unit[j].scale = load_shared(slot + scales + j * (kRow / 4) * 16);
             }
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const uint4* scales = slot + kScales + j * (kRow / 4) + warp * 8;
-                multiply_group<NT>(sums, slot + 2 * j * kRow + warp * 32, kRow, scales, b[j]);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) scale_up(b[j][n]);
+                multiply_unit<NT>(sums, unit[j], b[j]);
             }
         }
+        if (kDownward) tokens += kInputs * 2;
         ring.release();
     }
+#pragma unroll
+    for (int i = 0; i < 16 * NT; ++i) (&sums[0][0][0])[i] *= kDown;
 }
 
 // ---- gate|up ----
@@ -52,7 +63,7 @@ __device__ void gate_up(const Params& p, const Task& task, Ring<NT>& ring, int p
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = (task.set * 4 + warp % 4) * kColumns;
     bool real = column < p.I;
     float sums[4][NT][4] = {};
-    multiply_stages<NT>(sums, p, ring, task.stages, real, nullptr);
+    multiply_stages<NT, false>(sums, p, ring, task.stages, real, 0);
     if (!real) return;
     float* to = p.between + (int64_t(task.piece) * pairs + task.first) * (2 * p.I) + warp / 4 * p.I +
                 column + lane / 4;
@@ -174,7 +185,7 @@ __device__ void down(const Params& p, const Task& task, Ring<NT>& ring, const ui
     for (int set = 0; set < task.sets; ++set) {
         int column = ((task.set + set) * kWarps + threadIdx.x / 32) * kColumns;
         float sums[4][NT][4] = {};
-        multiply_stages<NT>(sums, p, ring, p.I / kInputs, column < p.D, h);
+        multiply_stages<NT, true>(sums, p, ring, p.I / kInputs, column < p.D, shared_address(h));
         if (column < p.D) write_rows<NT>(p, column, pair, sums);
     }
 }

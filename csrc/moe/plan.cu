@@ -13,7 +13,7 @@ static int64_t most_items(const Params& p) {
     return std::min(pairs, p.E + pairs / (8 * p.tiles));
 }
 
-// What is faster at an expert's share of tokens, as measured (kimi_fx/bench/LOG-moe.md).
+// What is faster at an expert's share of tokens, measured (kimi_fx/bench/LOG-moe.md).
 cudaError_t plan(Params& p, int device) {
     int64_t share = int64_t(p.T) * p.k / p.E;
     p.tiles = share < 9 ? 1 : share < 15 ? 2 : 6;

@@ -25,7 +25,7 @@ __device__ void dequantise(uint32_t (&a)[4], uint32_t word, uint32_t scales) {
 // Four blocks of 16 columns x 16 inputs, a word each, times the item's tokens, two tiles of 8 at a time.
 template <int NT>
 __device__ void multiply_row(float (&sums)[4][NT][4], const uint32_t (&words)[4], const uint32_t (&scales)[4],
-                             const uint4* tokens, int count) {
+                             uint32_t tokens, int count) {
     uint32_t a[4][4];
 #pragma unroll
     for (int g = 0; g < 4; ++g) dequantise(a[g], words[g], scales[g]);
@@ -33,7 +33,7 @@ __device__ void multiply_row(float (&sums)[4][NT][4], const uint32_t (&words)[4]
 #pragma unroll
     for (int n = 0; n < NT; n += 2) {
         if (8 * n >= count) break;
-        uint4 b = load_matrices(tokens + (8 * n + lane / 16 * 8 + lane % 8) * kTokenRow + lane / 8 % 2);
+        uint4 b = load_matrices(tokens + ((8 * n + lane / 16 * 8 + lane % 8) * kTokenRow + lane / 8 % 2) * 16);
 #pragma unroll
         for (int g = 0; g < 4; ++g) {
             multiply(sums[g][n], a[g], b.x, b.y, sums[g][n]);
@@ -70,7 +70,8 @@ __device__ void gate_up(const Params& p, const Task& task, Ring<NT>& ring) {
     auto two = [&](const uint4* at) { return reinterpret_cast<const uint2*>(at)[half]; };
 #pragma unroll 1
     for (int s = 0; s < task.stages; ++s) {
-        const uint4* slot = ring.wait();
+        uint32_t at = ring.wait();
+        const uint4* slot = ring.slot();
 #pragma unroll 1
         for (int j = 0; j < (real ? kInputs / kGroup : 0); ++j) {
             const uint4* scale = slot + kScales + j * (kRow / 4) + column * 8 + lane / 4;
@@ -79,7 +80,7 @@ __device__ void gate_up(const Params& p, const Task& task, Ring<NT>& ring) {
                 const uint4* word = slot + (2 * j + r) * kRow + column * 32 + lane;
                 uint2 w0 = two(word), w1 = two(word + kRow / 2);
                 multiply_row<NT>(sums, {w0.x, w0.y, w1.x, w1.y}, {s0.x, s0.y, s1.x, s1.y},
-                                 slot + kTokens + 4 * j + 2 * r, task.count);
+                                 at + (kTokens + 4 * j + 2 * r) * 16, task.count);
             }
         }
         ring.release();
@@ -110,14 +111,15 @@ __device__ void down(const Params& p, const Task& task, Ring<NT>& ring) {
         float sums[4][NT][4] = {};
 #pragma unroll 1
         for (int s = 0; s < p.I / kInputs; ++s) {
-            const uint4* slot = ring.wait();
+            uint32_t at = ring.wait();
+        const uint4* slot = ring.slot();
 #pragma unroll 1
             for (int j = 0; j < (column < p.D ? kInputs / kGroup : 0); ++j) {
                 uint4 scale = slot[kScales + j * (kRow / 4) + warp * 8 + lane / 4];
                 for (int r = 0; r < 2; ++r) {
                     uint4 word = slot[(2 * j + r) * kRow + warp * 32 + lane];
                     multiply_row<NT>(sums, {word.x, word.y, word.z, word.w}, {scale.x, scale.y, scale.z, scale.w},
-                                     slot + kTokens + 4 * j + 2 * r, task.count);
+                                     at + (kTokens + 4 * j + 2 * r) * 16, task.count);
                 }
             }
             ring.release();

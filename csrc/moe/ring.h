@@ -191,13 +191,16 @@ struct Ring {
     const Params& p;
     Barriers& b;
     uint4* ring;
+    uint32_t address = shared_address(ring);
     Place place{0, 0};
 
-    // The next stage.
-    __device__ const uint4* wait() {
+    // The next stage's address.
+    __device__ uint32_t wait() {
         barrier_wait(b.full + place.slot, place.parity);
-        return ring + place.slot * kSlot<NT>;
+        return address + place.slot * (kSlot<NT> * 16);
     }
+
+    __device__ const uint4* slot() const { return ring + place.slot * kSlot<NT>; }
 
     // The task that begins there.
     __device__ Task task() {
