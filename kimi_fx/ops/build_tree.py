@@ -128,7 +128,7 @@ def _(
     logits: Tensor, anchor: Tensor, budget: Tensor, width: Tensor, nodes: int, max_width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     check(logits, anchor, budget, width, nodes, max_width)
-    loaded = kernels("build_tree")
+    loaded = kernels()
     _, depths, vocabulary = logits.shape
     if loaded is None or depths > 16 or not 1 <= vocabulary <= 32 * 8192:
         return reference(logits, anchor, budget, width, nodes, max_width)

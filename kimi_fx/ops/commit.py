@@ -112,7 +112,7 @@ def _(
     check(*mutated, page_table, rows, k, v, path, kept, tokens, count, finish, running)
     copied = [pieces(x) for x in (rows, k.flatten(3), v.flatten(3))]
     read = [x.contiguous() for x in (path, kept, tokens, count, finish, running)]
-    loaded = kernels("commit")
+    loaded = kernels()
     if loaded is None or any(x.shape[3] * x.itemsize % 16 for x in copied if len(x)):
         reference(*mutated, page_table, rows, k, v, *read)
     else:

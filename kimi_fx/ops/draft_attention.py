@@ -106,7 +106,7 @@ def _(
     causal: bool,
 ) -> Tensor:
     check(q, pool_k, pool_v, page_table, length, k, v, window)
-    loaded = kernels("draft_attention")
+    loaded = kernels()
     if loaded is None or q.dtype != torch.bfloat16 or q.shape[3] not in (64, 128) or q.shape[1] > 64:
         return reference(q, pool_k, pool_v, page_table, length, k, v, scale, window, causal)
     evenly = v.stride(0) == v.shape[1] * v.stride(1) and v.stride()[2:] == (v.shape[3], 1) and v.stride(1) % 8 == 0

@@ -116,7 +116,7 @@ def _(
     offsets: Tensor,
 ) -> Tensor:
     check(x, w13, s13, w2, s2, weights, order, offsets)
-    loaded = kernels("marlin_moe")
+    loaded = kernels()
     (experts, _, words), width = w13.shape, x.shape[1]
     fits = x.dtype == torch.bfloat16 and width % 64 == 0 and words % 256 == 0 and words <= 4 * 2048 and experts <= 1024
     if loaded is None or s13 is None or s2 is None or not fits:

@@ -125,7 +125,7 @@ def _(
 
 @mla_schedule.register_kernel("cuda")
 def _(length: Tensor, nodes: int, heads: int) -> Tensor:
-    loaded = kernels("mla_schedule")
+    loaded = kernels()
     if loaded is None or not 0 < schedule_size(length.shape[0], nodes, heads) <= SCHEDULE:
         return schedule_reference(length, nodes, heads)
     return loaded.mla_schedule(length.contiguous(), nodes, heads)
@@ -144,7 +144,7 @@ def _(
     scale: float,
 ) -> Tensor:
     check(q, pool, page_table, length, rows, ancestors, schedule, latent)
-    loaded = kernels("mla_tree_verify")
+    loaded = kernels()
     if loaded is None or q.dtype != torch.bfloat16 or (latent, q.shape[3]) != (512, 576):
         return verify_reference(q, pool, page_table, length, rows, ancestors, schedule, latent, scale)
     (B, N, H), most = q.shape[:3], TREE if ancestors is not None else 4096

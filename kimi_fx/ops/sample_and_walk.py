@@ -252,7 +252,7 @@ def _(
     logits: Tensor, token: Tensor, parent: Tensor, position: Tensor, active: Tensor, rows: int, *rest: Tensor
 ) -> tuple[Tensor, ...]:
     check(logits, token, parent, position, active, rows, *rest)
-    loaded = kernels("sample_and_walk")
+    loaded = kernels()
     if loaded is None or rows > 32 or logits.shape[2] > 32 * 8192:
         return reference(logits, token, parent, position, active, rows, *rest)
     first = (x.contiguous() for x in (logits.float(), token, parent, position, active))
