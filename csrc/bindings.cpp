@@ -158,10 +158,11 @@ Tensor marlin_moe(const Tensor& x, const Tensor& w13, const Tensor& s13, const T
     check(order, "order", ScalarType::Int, 1);
     check(offsets, "offsets", ScalarType::Int, 1);
     int64_t T = x.size(0), D = x.size(1), k = weights.size(1), E = offsets.size(0) - 1, I = w13.size(2) / 4;
-    STD_TORCH_CHECK(D % moe::kColumns == 0 && I % moe::kColumns == 0 && I > 0 && E >= 1 && E <= moe::kMaxExperts,
-                    "widths in multiples of ", moe::kColumns, " and at most ", moe::kMaxExperts,
-                    " experts are built, found a model width of ", D, ", an expert width of ", I, " and ", E,
-                    " experts.");
+    STD_TORCH_CHECK(D % moe::kColumns == 0 && I % moe::kColumns == 0 && I > 0 && I <= moe::kMaxInner && E >= 1 &&
+                        E <= moe::kMaxExperts,
+                    "widths in multiples of ", moe::kColumns, ", an expert's at most ", moe::kMaxInner, ", and at most ",
+                    moe::kMaxExperts, " experts are built, found a model width of ", D, ", an expert width of ", I,
+                    " and ", E, " experts.");
     check_packed(w13, "w13", ScalarType::Int, E, D / 16, 4 * I);
     check_packed(s13, "s13", ScalarType::BFloat16, E, D / moe::kGroup, 2 * I);
     check_packed(w2, "w2", ScalarType::Int, E, I / 16, 2 * D);
@@ -189,16 +190,14 @@ Tensor marlin_moe(const Tensor& x, const Tensor& w13, const Tensor& s13, const T
         .D = static_cast<int32_t>(D),
         .I = static_cast<int32_t>(I),
     };
-    STD_CUDA_CHECK(moe::plan(params, attribute(cudaDevAttrMultiProcessorCount, x.get_device_index())));
-    Tensor h = torch::stable::new_empty(x, {T * k, I});
+    STD_CUDA_CHECK(moe::plan(params, x.get_device_index()));
     Tensor pair_weights = torch::stable::new_empty(weights, {T, k});
     Tensor counters = torch::stable::new_empty(order, {params.counters});
-    Tensor partial = torch::stable::new_empty(weights, {moe::partial_size(params)});
+    Tensor between = torch::stable::new_empty(weights, {moe::between_size(params)});
     Tensor rows = torch::stable::new_empty(x, {T * k, D});
-    params.h_fragments = static_cast<uint4*>(h.mutable_data_ptr());
     params.pair_weights = static_cast<float*>(pair_weights.mutable_data_ptr());
     params.arrived = static_cast<int32_t*>(counters.mutable_data_ptr());
-    params.partial = static_cast<float*>(partial.mutable_data_ptr());
+    params.between = static_cast<float*>(between.mutable_data_ptr());
     params.rows = static_cast<__nv_bfloat16*>(rows.mutable_data_ptr());
     moe::place_counters(params);
     STD_CUDA_CHECK(moe::launch_prepare(params, device.arch, device.stream));

@@ -170,8 +170,8 @@ class Run:
     """Prompt tokens prefilled at once at most."""
     threads: int | None = None
     """CPU threads; null: as torch finds them, shared among the ranks."""
-    compile: bool | None = None
-    """Run every step as one function compiled ahead, see `kimi-fx warmup`; null: on CUDA, unless ops=reference."""
+    compile: bool | None = False
+    """Run every step as one function compiled ahead (`kimi-fx warmup`); null: in bf16 on CUDA, unless ops=reference."""
     nodes: tuple[int, ...] | None = None
     """Nodes a round is compiled for, of 1, 8, 16, 32, 64, 128; null: 1 and what step.budget needs."""
     require_warm: bool = False

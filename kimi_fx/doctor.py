@@ -108,7 +108,7 @@ def run(title: str, section: Callable[[Case], str | None], case: Case, said: set
         text = section(case)
     except (ValueError, RuntimeError, OSError) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        print(f"{title}: NOT GOOD\n", flush=True)
+        print(f"{title}: {'not looked at, as above' if str(error) in said else 'NOT GOOD'}\n", flush=True)
         if str(error) not in said:
             print(f"kimi-fx: {kind}{error}", file=sys.stderr, flush=True)
         said.add(str(error))
@@ -125,7 +125,7 @@ def devices(case: Case) -> str:
         return f"planned for {case.place.size} CUDA devices of {gb(case.planned)}, none is looked at\n  {versions}"
     if case.device.type == "cpu":
         count = torch.get_num_threads()
-        return f"the CPU, {count} threads; operators run as their PyTorch references\n  {versions}"
+        return f"the CPU, {count} thread{'s' * (count > 1)}; operators run as their PyTorch references\n  {versions}"
     lines = [f"{torch.cuda.device_count()} CUDA devices", f"  {versions}"]
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)

@@ -1,7 +1,8 @@
 """The engine: requests wait, take a slot, are prefilled in chunks, and decode together, one round a step.
 
 `add` and `step` are all there is; `generate` loops over them, so any number of open streams share a batch. The
-round itself is `graphs.step`; this file decides who takes part and hands out what came.
+round itself is `graphs.step`; this file decides who takes part and hands out what came. It is long because a
+request's whole way, from its place in the queue to its last delta, is here.
 """
 
 import secrets

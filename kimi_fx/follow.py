@@ -1,11 +1,10 @@
 """A rank that follows: the engine of rank 0, step by step, on this rank's share of the weights. It says nothing."""
 
 import signal
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from .runtime.ranks import Place, Ranks
+from .runtime.ranks import Place, Ranks, follow_with
 
 
 def main(place: dict[str, Any]) -> int:
@@ -16,17 +15,14 @@ def main(place: dict[str, Any]) -> int:
 def follow(place: Place) -> int:
     """Until rank 0 has no more steps: 0; 1 where any rank has failed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, also inside a collective
-    ranks = Ranks(place)
-    try:
-        config = replace(ranks.config, run=replace(ranks.config.run, trace=None))
-        engine = ranks.kind.open(config, progress=False, ranks=ranks)
-        while (orders := ranks.follow()) is not None:
-            for order in orders:
-                engine.obey(order)
-            engine.step()
-    except Exception as error:
-        with suppress(RuntimeError):  # rank 0 says it
-            ranks.fail(error)
-        return 1
-    ranks.close()
-    return 0
+    return follow_with(place, serve)
+
+
+def serve(ranks: Ranks) -> None:
+    """Whatever rank 0's engine does, until it ends."""
+    config = replace(ranks.config, run=replace(ranks.config.run, trace=None))
+    engine = ranks.kind.open(config, progress=False, ranks=ranks)
+    while (orders := ranks.follow()) is not None:
+        for order in orders:
+            engine.obey(order)
+        engine.step()

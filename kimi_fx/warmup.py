@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .checkpoint.load import random_params
 from .checkpoint.shards import local
-from .compose import load_config
+from .compose import load_config, resolve
 from .engine import Engine
 from .graphs.params import Params, drafter_plan, target_plan
 from .runtime.build import load_kernels
 from .runtime.builders import build_all
 from .runtime.load import Loaded, load
-from .runtime.rounds import Rounds, clock
+from .runtime.rounds import Rounds, clock, wanted
 
 
 class Warmup(Engine):
@@ -43,11 +43,18 @@ class Warmup(Engine):
 
 
 def command(overrides: Sequence[str]) -> int:
-    """Prints the store's folder."""
+    """Prints the store's folder. Raises ValueError where compiling is forbidden."""
+    given = {setting.key: setting.value for setting in resolve(overrides) if setting.origin != "default"}
+    for key, forbids in (("run.compile", False), ("run.require_warm", True)):
+        if given.get(key) is forbids:
+            given_as = f"{key}={str(forbids).lower()}"
+            raise ValueError(f"{given_as} forbids to compile, which is all that warmup does: leave it out.")
     config = load_config(overrides)
-    engine = Warmup.open(replace(config, run=replace(config.run, compile=True, require_warm=False)))
+    engine = Warmup.open(replace(config, run=replace(config.run, compile=True)))
     assert engine.rounds is not None
     print(engine.rounds.store.folder)
+    if not wanted(config, engine.loaded.device, engine.loaded.dtype):
+        engine.rounds.say("run.compile is off with these settings: run.compile=true uses what is compiled")
     return 0
 
 

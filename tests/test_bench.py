@@ -1,12 +1,15 @@
 """The benchmarks run, print their tables, and count what they say they count. Speed itself is not asserted."""
 
 import json
+import re
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from kimi_fx.bench import BENCHES
 from kimi_fx.bench.acceptance import pool
 from kimi_fx.bench.cpu import compare
 from kimi_fx.bench.device import heat_map
@@ -101,12 +104,12 @@ def test_table():
     assert table([["", "a"], ["row", "12"]]) == "|     |  a |\n|----:|---:|\n| row | 12 |"
 
 
-@pytest.mark.parametrize("name", ["mla", "moe"])
-def test_kernel_benchmarks_say_what_they_need(name, capsys, monkeypatch):
+@pytest.mark.parametrize("name", ["layer", "mla", "moe", "step"])
+def test_kernel_benchmarks_say_what_they_need(name, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", name]) == 2
-    assert f"bench {name} needs a CUDA device" in capsys.readouterr().err
-    assert main(["bench", name, "layers=[3]"]) == 2
+    assert main(["bench", name, f"folder={tmp_path / 'new'}"]) == 2
+    assert f"bench {name} needs a CUDA device" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    assert main(["bench", name, "strange=[3]"]) == 2
     assert f"bench {name} takes" in capsys.readouterr().err
 
 
@@ -124,7 +127,8 @@ def test_kernel_benchmarks_say_what_they_need(name, capsys, monkeypatch):
         (["moe", "tokens=[1e3]"], "tokens takes numbers from 1 to 4096, found 1e3"),
         (["moe", "routing=[uniform, even]"], "routing takes some of uniform, zipf, found uniform, even"),
         (["moe", "routing=[]"], "found none"),
-        (["mla", "folder=nowhere"], "folder=nowhere is none"),
+        (["mla", "folder=/dev/null/out"], "cannot make folder=/dev/null/out: Not a directory"),
+        (["layer", "rows=[129]"], "rows takes numbers from 1 to 128, found 129"),
     ],
 )
 def test_kernel_benchmarks_refuse_first(words, said, capsys, monkeypatch):
@@ -143,3 +147,8 @@ def test_heat_map():
     assert sorted(e.text for e in root if e.tag.endswith("text")) == sorted(
         ["1.1", "161.0", "1.1", "1", "1,600", "256 uniform", "256 zipf"]
     )
+
+
+def test_the_readme_names_no_other_benchmarks() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    assert set(re.findall(r"\bbench ([a-z]+)", text)) <= set(BENCHES)

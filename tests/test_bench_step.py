@@ -1,6 +1,7 @@
 """`bench step`: bytes and floors against hand-computed ones of Kimi K2.6's TP8 rank, and the whole flow on a CPU.
 
-In the flow a tiny pair is traced but not compiled, and a clock and a trace stand in for the card's.
+In the flow a tiny pair is traced but not compiled, and a clock and a trace stand in for the card's. Long because the
+counts, the routing and the flow share that pair.
 """
 
 import json
@@ -17,7 +18,7 @@ import torch
 import kimi_fx.runtime.rounds
 from kimi_fx.bench import mla, moe, rank, step, trace, work
 from kimi_fx.bench.device import Rates
-from kimi_fx.bench.routing import chances, expected_hits, router_bias
+from kimi_fx.bench.routing import chances, router_bias
 from kimi_fx.bench.trace import Kernel, shares
 from kimi_fx.cli import main
 from kimi_fx.compose import load_config
@@ -43,6 +44,11 @@ TINY_DRAFTER = DrafterModel(
 @pytest.fixture(scope="module")
 def k26() -> Model:
     return step.geometry()[1]
+
+
+def expected_hits(chance: torch.Tensor, tokens: int) -> float:
+    """Distinct experts that independent tokens visit."""
+    return float((1 - (1 - chance) ** tokens).sum())
 
 
 def shape(nodes: int, batch: int = 1) -> Shape:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kimi_fx.runtime.build import build, command
+from kimi_fx.runtime.build import build, cache_folder, command
+from kimi_fx.runtime.store import StoreError
 
 STAND_IN = """#!/bin/sh
 if [ "$1" = --version ]; then echo "Cuda compilation tools, release 13.0, V13.0.88"; exit 0; fi
@@ -80,6 +81,12 @@ def test_a_file_for_a_cache(nvcc, monkeypatch, tmp_path):
         monkeypatch.setenv("KIMI_FX_CACHE", str(place))
         with pytest.raises(ValueError, match="lies on a file: set KIMI_FX_CACHE to a folder"):
             build("sm_80")
+
+
+def test_a_cache_that_cannot_be_made(monkeypatch):
+    monkeypatch.setenv("KIMI_FX_CACHE", "/sys/kimi_fx/below")
+    with pytest.raises(StoreError, match="/sys/kimi_fx/below cannot be written, set KIMI_FX_CACHE to another folder"):
+        cache_folder()
 
 
 def test_no_nvcc(monkeypatch, tmp_path):

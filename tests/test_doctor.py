@@ -37,7 +37,7 @@ def test_a_folder_of_kimi_k2_6(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     out = " ".join(done.stdout.split())
     assert "64 files, 208,215 tensors, 594,205,904,896 bytes" in out and "1 tensors of vision_tower." in out
-    assert "target weights 76.51 GB 76.2 GB in the files" in out
+    assert "target weights 76.18 GB 76.2 GB in the files" in out
     assert "target KV 36.84 GB 524,288 tokens of 70,272 B" in out and "memory: it fits" in out
     _, seconds, gigabytes = done.stdout.splitlines()[-1].split()
     assert float(seconds) < 10 and float(gigabytes) < 2
@@ -107,7 +107,8 @@ def test_too_much_for_a_rank(short: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_what_all_sections_find_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", f"target={tmp_path}", "device=cpu"])
     out, err = capsys.readouterr()
-    assert code == 2 and out.count("NOT GOOD") == 3 and err == f"kimi-fx: {tmp_path}: holds no config.json\n"
+    assert code == 2 and out.count("NOT GOOD") == 1 and out.count("not looked at, as above") == 2
+    assert err == f"kimi-fx: {tmp_path}: holds no config.json\n"
 
 
 @pytest.mark.parametrize("word", ["memory=", "memory=big", "memory=-1", "memory=inf", "memory=nan"])

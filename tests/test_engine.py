@@ -1,6 +1,7 @@
 """The engine as a whole: requests that share it, its pages and slots, streams, modes, limits.
 
-What a request says alone is what it must say in any company; that alone is right is for the other files.
+What a request says alone is what it must say in any company; that alone is right is for the other files. Long because
+the engine's parts are only whole together.
 """
 
 import gc

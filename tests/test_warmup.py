@@ -17,6 +17,7 @@ import pytest
 
 from kimi_fx.compose import load_config
 from kimi_fx.engine import Engine
+from kimi_fx.warmup import command
 from oracles.toys import random_pair
 
 pytestmark = pytest.mark.xdist_group("warmup")  # one process sets up for all
@@ -147,6 +148,12 @@ def test_kernels_and_reference_cannot_both_be_had(pair: list[str]) -> None:
     with pytest.raises(ValueError, match="run.compile=true .* ops=reference .* choose one"):
         Engine.load([*pair, "run.compile=true", "ops=reference"])
     assert Engine.load([*pair, "run.compile=null"], progress=False).rounds is None
+
+
+@pytest.mark.parametrize("word", ["run.compile=false", "run.require_warm=true"])
+def test_warmup_without_compiling_is_refused(word: str) -> None:
+    with pytest.raises(ValueError, match=f"{word} forbids to compile"):
+        command([word])
 
 
 def test_settings_that_no_graph_sees(pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

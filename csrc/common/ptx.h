@@ -11,6 +11,23 @@ namespace kimi_fx::ptx {
 
 __device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
+// For what is worth a register in a short loop: the compiler cannot compute it anew each time.
+__device__ inline uint32_t kept(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// Words of shared memory that other warps write or read meanwhile.
+__device__ inline uint32_t load_word(uint32_t from) {
+    uint32_t x;
+    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+    return x;
+}
+
+__device__ inline void store_word(uint32_t to, uint32_t x) {
+    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+
 // ---- mbarrier ----
 
 __device__ inline void barrier_init(uint32_t barrier, int arrivals) {

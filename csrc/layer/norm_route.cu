@@ -20,7 +20,7 @@ __device__ inline float4 no_zero(float4 v) { return make_float4(no_zero(v.x), no
 
 template <bool Normed>
 struct Route : Plain {
-    static constexpr bool kNormed = Normed, kEarly = Normed, kWaits = true;
+    static constexpr bool kNormed = Normed, kEarly = Normed;
     Shape shape;
     RouteParams p;
 

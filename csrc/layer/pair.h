@@ -15,7 +15,6 @@ struct First : Op {
 
 template <class Op>
 struct Second : Op {
-    static constexpr bool kWaits = true;
     int32_t* counters;
     int awaited;  // blocks of the first
 

@@ -14,7 +14,6 @@
 //   kNormed, norm()  the norm's weights over the inputs. x * norm is rounded as it enters the product, and 1 / rms joins
 //                    the sums; where `kEarly`, `scale(token)` gives 1 / rms before and joins there, `Lanes` threads a
 //                    token, and `keep` may store what enters
-//   kWaits           blocks start long before what they wait for is done
 //   kAdds, added     what is added to four neighbouring sums of a token
 //   finish           these are complete
 //   extras, extra    how many blocks follow those of tiles, and what each does, in shared memory of `room` bytes
@@ -41,7 +40,7 @@ struct Shape {
 
 // What an operator does without.
 struct Plain {
-    static constexpr bool kTransposed = false, kNormed = false, kEarly = false, kAdds = false, kWaits = false;
+    static constexpr bool kTransposed = false, kNormed = false, kEarly = false, kAdds = false;
     __device__ const __nv_bfloat16* norm() const { return nullptr; }
     template <int Lanes>
     __device__ float scale(int) const {
@@ -119,49 +118,37 @@ __device__ void run_block(const Op& op, int block, uint4* ring) {
     int ahead = count <= op.shape.stages ? count : op.shape.stages - 1;
 #pragma unroll 1
     for (int s = 0; s < min(ahead, count); ++s) weights.copy(op, first + s, ring + s * T::kStage, policy);
-    constexpr bool kTwice = !T::kMany && Op::kWaits;
     Norm<T> norm;
+    if (Op::kNormed) norm.fetch(op, first);
+    wait_for_previous_kernel();
+    int given = op.ready();
+#pragma unroll 1
+    for (int s = 0; s < ahead; ++s) {
+        if (s < count) tokens.copy(op, first + s, ring + s * T::kStage);
+        close_group();
+    }
+    if (Op::kEarly) scale_tokens<T>(op, of_tokens);
+    norm.clear();
     Sums<T> sums;
-    int given = 0;
-    // Where blocks of few tokens wait long, a first pass over what the ring happens to hold fetches the code.
+    clear<T>(sums);
+    uint4 *now = ring, *free = ring + ahead * T::kStage, *end = ring + op.shape.stages * T::kStage;
 #pragma unroll 1
-    for (int pass = !kTwice; pass < 2; ++pass) {
-        bool real = !kTwice || opaque(pass) > 0;
-        if (Op::kNormed) norm.fetch(op, first);
-        if (real) {
-            wait_for_previous_kernel();
-            given = op.ready();
-#pragma unroll 1
-            for (int s = 0; s < ahead; ++s) {
-                if (s < count) tokens.copy(op, first + s, ring + s * T::kStage);
-                close_group();
-            }
-            if (Op::kEarly) scale_tokens<T>(op, of_tokens);
+    for (int s = 0; s < count; ++s) {
+        wait_for_groups(ahead - 1);
+        if (Op::kNormed) {
+            norm.apply(op, tile, first + s, now + T::kWeights, of_tokens);
+            if (s + 1 < count) norm.fetch(op, first + s + 1);
         }
-        norm.clear();
-        clear<T>(sums);
-        uint4 *now = ring, *free = ring + ahead * T::kStage, *end = ring + op.shape.stages * T::kStage;
-#pragma unroll 1
-        for (int s = 0; s < (real ? count : 1); ++s) {
-            if (real) wait_for_groups(ahead - 1);
-            if (Op::kNormed) {
-                norm.apply(op, real ? tile : -1, first + s, now + T::kWeights, of_tokens);
-                if (s + 1 < count) norm.fetch(op, first + s + 1);
-            }
-            if (by_groups<T, Op::kTransposed>()) show_groups();
-            __syncthreads();
-            if (real) {
-                if (s + ahead < count) {
-                    weights.copy(op, first + s + ahead, free, policy);
-                    tokens.copy(op, first + s + ahead, free);
-                }
-                close_group();
-            }
-            multiply_step<T, Op::kTransposed>(sums, now, now + T::kWeights);
-            free = now;
-            now = now + T::kStage == end ? ring : now + T::kStage;
+        if (by_groups<T, Op::kTransposed>()) show_groups();
+        __syncthreads();
+        if (s + ahead < count) {
+            weights.copy(op, first + s + ahead, free, policy);
+            tokens.copy(op, first + s + ahead, free);
         }
-        if (!real) __syncthreads();
+        close_group();
+        multiply_step<T, Op::kTransposed>(sums, now, now + T::kWeights);
+        free = now;
+        now = now + T::kStage == end ? ring : now + T::kStage;
     }
 
     __syncthreads();  // the ring becomes room for the sums

@@ -8,23 +8,30 @@
 
 namespace kimi_fx::moe {
 
-// Fills tiles, blocks and counters from T, k, E, D, I for the current device.
-cudaError_t plan(Params& params, int multiprocessors);
+// Fills tiles, blocks, stages and counters from T, k, E, D, I for the device.
+cudaError_t plan(Params& params, int device);
 
-inline int64_t partial_size(const Params& p) {
-    return int64_t(kPerWarp) * p.blocks * kWarps * 8 * p.tiles * 2 * kColumns;
-}
+// Length of `between`.
+int64_t between_size(const Params& params);
 
-// `ready` and `queue`, where `arrived` lies.
+// `queue`, where `arrived` lies.
 void place_counters(Params& params);
 
 // Counters to zero, weights of padding pairs to zero.
 cudaError_t launch_prepare(const Params& params, int arch, cudaStream_t stream);
 
-// h and the rows of every pair.
+// The rows of every pair.
 cudaError_t launch_experts(const Params& params, int arch, cudaStream_t stream);
 
 // The weighted sum over a token's pairs.
 cudaError_t launch_weighted_sum(const Params& params, int arch, cudaStream_t stream);
+
+// ---- the two kernels behind these: experts.cu, up to 2 tiles of tokens an item, and prefill.cu with 6 ----
+
+cudaError_t plan_few(Params& params, int device);
+cudaError_t plan_many(Params& params, int device);
+int64_t few_between_size(const Params& params);
+cudaError_t launch_few(const Params& params, int arch, cudaStream_t stream);
+cudaError_t launch_many(const Params& params, int arch, cudaStream_t stream);
 
 }  // namespace kimi_fx::moe

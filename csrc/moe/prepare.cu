@@ -6,19 +6,18 @@
 #include <algorithm>
 
 #include "../common/overlap.h"
+#include "asm.h"
 #include "launch.h"
 
 namespace kimi_fx::moe {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kPrepareThreads = 256;
 
-__global__ void __launch_bounds__(kThreads) prepare_kernel(Params p) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-    int start = blockIdx.x * kThreads + threadIdx.x, stride = gridDim.x * kThreads;
+__global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(Params p) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    int start = blockIdx.x * kPrepareThreads + threadIdx.x, stride = gridDim.x * kPrepareThreads;
     for (int i = start; i < p.counters; i += stride) p.arrived[i] = 0;
     for (int i = start, real = p.offsets[p.E]; i < p.T * p.k; i += stride) {
         int pair = p.order[i];
@@ -30,8 +29,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(Params p) {
 
 cudaError_t launch_prepare(const Params& p, int arch, cudaStream_t stream) {
     int most = std::max(p.counters, p.T * p.k);
-    int blocks = std::min((most + kThreads - 1) / kThreads, 2048);
-    return launch_overlapped(prepare_kernel, blocks, kThreads, 0, arch, stream, p);
+    int blocks = std::min((most + kPrepareThreads - 1) / kPrepareThreads, 2048);
+    return launch_overlapped(prepare_kernel, blocks, kPrepareThreads, 0, arch, stream, p);
 }
 
 }  // namespace kimi_fx::moe

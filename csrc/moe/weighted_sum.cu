@@ -3,20 +3,19 @@
 #include <algorithm>
 
 #include "../common/overlap.h"
+#include "asm.h"
 #include "launch.h"
 
 namespace kimi_fx::moe {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kSumThreads = 128;
 constexpr int kAhead = 8;  // rows a thread has in flight
 
-__global__ void __launch_bounds__(kThreads) weighted_sum_kernel(Params p) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-    int vectors = p.D / 8, i = blockIdx.x * kThreads + threadIdx.x;
+__global__ void __launch_bounds__(kSumThreads) weighted_sum_kernel(Params p) {
+    let_next_kernel_start();
+    wait_for_previous_kernel();
+    int vectors = p.D / 8, i = blockIdx.x * kSumThreads + threadIdx.x;
     if (i >= p.T * vectors) return;
     int t = i / vectors, column = i - t * vectors;
     float sum[8] = {};
@@ -25,14 +24,13 @@ __global__ void __launch_bounds__(kThreads) weighted_sum_kernel(Params p) {
         uint4 row[kAhead];
 #pragma unroll
         for (int a = 0; a < kAhead; ++a) {
-            int64_t pair = int64_t(t) * p.k + slot + a;
+            int64_t pair = int64_t(t) * p.k + min(slot + a, p.k - 1);
             weight[a] = slot + a < p.k ? p.pair_weights[pair] : 0.f;
-            // Padding pairs have no row
-            if (weight[a] != 0.f) row[a] = __ldcg(reinterpret_cast<const uint4*>(p.rows) + pair * vectors + column);
+            row[a] = __ldcg(reinterpret_cast<const uint4*>(p.rows) + pair * vectors + column);
         }
 #pragma unroll
         for (int a = 0; a < kAhead; ++a) {
-            if (weight[a] == 0.f) continue;
+            if (weight[a] == 0.f) continue;  // padding pairs have no row
             const __nv_bfloat162* two = reinterpret_cast<const __nv_bfloat162*>(&row[a]);
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
@@ -51,8 +49,8 @@ __global__ void __launch_bounds__(kThreads) weighted_sum_kernel(Params p) {
 }  // namespace
 
 cudaError_t launch_weighted_sum(const Params& p, int arch, cudaStream_t stream) {
-    int blocks = (int64_t(p.T) * (p.D / 8) + kThreads - 1) / kThreads;
-    return launch_overlapped(weighted_sum_kernel, blocks, kThreads, 0, arch, stream, p);
+    int blocks = (int64_t(p.T) * (p.D / 8) + kSumThreads - 1) / kSumThreads;
+    return launch_overlapped(weighted_sum_kernel, blocks, kSumThreads, 0, arch, stream, p);
 }
 
 }  // namespace kimi_fx::moe

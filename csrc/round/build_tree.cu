@@ -14,17 +14,15 @@ namespace kimi_fx::round {
 namespace {
 
 struct TreeMemory {
-    volatile float gains[(kMaxDepth + 1) * (kMost + 1)];  // a row of k + 1 a depth and one more; -inf at the ends
+    float gains[(kMaxDepth + 1) * (kMost + 1)];  // a row of k + 1 a depth and one more; -inf at the ends
     int token[kMaxDepth * kMost];
     uint32_t tag[kMaxNodes];  // of the tree's nodes
-    volatile float score[kMaxNodes];
-    volatile bool built;
+    float score[kMaxNodes];
+    uint32_t built;
     int count;
 };
 
-// What stands for a log-probability until it is known.
-__device__ float unknown() { return __int_as_float(0x7fffffff); }
-__device__ bool known(float gain) { return __float_as_int(gain) != 0x7fffffff; }
+constexpr uint32_t kUnknown = 0x7fffffff;  // what stands for a log-probability until it is known
 
 __global__ void __launch_bounds__(kThreads, kSummaries) summarise_kernel(TreeParams p) {
     __shared__ TopMemory memory;
@@ -37,18 +35,20 @@ __global__ void __launch_bounds__(kThreads, kSummaries) summarise_kernel(TreePar
 
 // A depth's tokens and log-probabilities one after another, -inf after the last; by its warp.
 __device__ void rank(Merge& merge, float total, int width, int depth, int k, TreeMemory& m) {
-    volatile float* gains = m.gains + depth * (k + 1);
-    for (int r = 0; r < k; ++r) {
-        if (r % 8 == 7 && m.built) return;
-        uint64_t key = r < width ? merge.next() : 0;
-        float value = key ? value_of(key) : -INFINITY;
-        if (threadIdx.x % 32 == 0) {
-            m.token[depth * k + r] = id_of(key);
-            gains[r] = value > -INFINITY ? fminf(value - total, 0.0f) : -INFINITY;
-        }
-        if (value == -INFINITY) return;
+    using namespace ptx;
+    uint32_t impossible = ordered(-INFINITY), least = __float_as_uint(-INFINITY);
+    uint32_t built = kept(shared_address(&m.built));
+    uint32_t gain = kept(shared_address(m.gains + depth * (k + 1))), token = kept(shared_address(m.token + depth * k));
+    for (int r = 0; r < width; ++r, gain += sizeof(float), token += sizeof(int)) {
+        if (r % 8 == 7 && __any_sync(~0u, load_word(built))) return;  // as one: lanes may look at different times
+        uint32_t top = merge.next([&](uint64_t key) {
+            float value = value_of(key);
+            store_word(token, id_of(key));
+            store_word(gain, value > -INFINITY ? __float_as_uint(fminf(value - total, 0.0f)) : least);
+        });
+        if (top <= impossible) break;
     }
-    if (threadIdx.x % 32 == 0) gains[k] = -INFINITY;
+    if (threadIdx.x % 32 == 0) store_word(gain, least);
 }
 
 // Grows with the score, which is at most 0; 0 for -inf.
@@ -64,29 +64,30 @@ __device__ int rank_of(uint32_t tag) { return tag & 127; }
 // The tree of at most `budget` nodes under the root, by one warp, of which a lane has `Each` places of the frontier.
 template <int Each>
 __device__ void grow(int budget, int k, TreeMemory& m) {
+    using namespace ptx;
     int lane = threadIdx.x % 32, count = 1;
-    uint32_t order[Each], tag[Each];
-    auto wait_for = [](volatile float* gain, float seen) {
-        while (!known(seen)) seen = *gain;
-        return seen;
-    };
-    uint32_t best = order_of(0.0f + wait_for(m.gains, unknown())), of = tag_of(0, 0);
+    uint32_t gains = kept(shared_address(m.gains)), scores = kept(shared_address(m.score));
+    uint32_t tags = kept(shared_address(m.tag)), down = kept(k + 1), gain = kUnknown;
+    while (gain == kUnknown) gain = load_word(gains);
+    uint32_t best = order_of(0.0f + __uint_as_float(gain)), of = tag_of(0, 0), order[Each], tag[Each];
 #pragma unroll
     for (int q = 0; q < Each; ++q) order[q] = 0, tag[q] = ~0u;
-    if (lane == 0) m.score[0] = 0, order[0] = best, tag[0] = of;
-    __syncwarp();
+    if (lane == 0) order[0] = best, tag[0] = of, store_word(scores, 0);
     for (; best && count <= budget; ++count) {
-        int row = row_of(of), parent = parent_of(of);
-        volatile float *next = m.gains + row + rank_of(of) + 1, *child = m.gains + row + k + 1;
-        float next_gain = *next, child_gain = *child, above = m.score[parent], score = score_of(best);
-        if (lane == 0) m.tag[count] = of, m.score[count] = score;
-        uint32_t next_order = order_of(above + wait_for(next, next_gain));
-        uint32_t child_order = order_of(score + wait_for(child, child_gain));
+        __syncwarp();
+        uint32_t row = row_of(of), next = gains + 4 * (row + rank_of(of) + 1), child = gains + 4 * (row + down);
+        float above = __uint_as_float(load_word(scores + 4 * parent_of(of))), score = score_of(best);
+        uint32_t next_gain, child_gain;
+        do next_gain = load_word(next), child_gain = load_word(child);
+        while (next_gain == kUnknown || child_gain == kUnknown);
+        if (lane == 0) store_word(scores + 4 * count, __float_as_uint(score)), store_word(tags + 4 * count, of);
+        uint32_t next_order = order_of(above + __uint_as_float(next_gain));
+        uint32_t child_order = order_of(score + __uint_as_float(child_gain)), child_tag = tag_of(row + down, count);
         best = 0;
 #pragma unroll
         for (int q = 0; q < Each; ++q) {
             if (tag[q] == of) order[q] = next_order, ++tag[q];
-            if (count == lane + 32 * q) order[q] = child_order, tag[q] = tag_of(row + k + 1, count);
+            if (count == lane + 32 * q) order[q] = child_order, tag[q] = child_tag;
             best = max(best, order[q]);
         }
         best = __reduce_max_sync(~0u, best);
@@ -94,9 +95,8 @@ __device__ void grow(int budget, int k, TreeMemory& m) {
 #pragma unroll
         for (int q = 0; q < Each; ++q) of = order[q] == best ? min(of, tag[q]) : of;
         of = __reduce_min_sync(~0u, of);
-        __syncwarp();
     }
-    if (lane == 0) m.count = count, m.built = true;
+    if (lane == 0) m.count = count, store_word(shared_address(&m.built), 1);
 }
 
 __device__ void write_node(const TreeParams& p, int b, int i, const TreeMemory& m) {
@@ -126,8 +126,9 @@ __global__ void __launch_bounds__(32 * (kMaxDepth + 1)) build_kernel(TreeParams 
     __shared__ TreeMemory m;
     begin();
     int b = blockIdx.x, depth = threadIdx.x / 32, first = p.D * (p.k + 1);
-    for (int i = threadIdx.x; i <= first; i += blockDim.x) m.gains[i] = i < first ? unknown() : -INFINITY;
-    if (threadIdx.x == 0) m.built = false;
+    for (int i = threadIdx.x; i < first; i += blockDim.x) m.gains[i] = __uint_as_float(kUnknown);
+    if (threadIdx.x == 0) m.gains[first] = -INFINITY;
+    if (threadIdx.x == 0) m.built = 0;
     bool merges = depth < p.D, unsound = false;
     int64_t at = (int64_t(b) * p.D + depth) * chunks;
     int budget = static_cast<int>(max(min(p.budget[b], int64_t(p.N - 1)), int64_t(0)));

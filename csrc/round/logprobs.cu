@@ -33,11 +33,11 @@ __global__ void __launch_bounds__(kThreads, kSummaries) logprobs_kernel(WalkPara
     if (i >= 32) return;
     Sum whole = sum_of(sums, chunks);
     Merge merge(keys, k, chunks, memory.candidate);
-    uint64_t own = 0;
-    for (int r = 0; r < k; ++r) {
-        uint64_t key = merge.next();
-        own = r == i ? key : own;
-    }
+    memory.list[i] = 0;
+    __syncwarp();
+    for (int r = 0; r < k; ++r) merge.next([&](uint64_t key) { memory.list[r] = key; });
+    __syncwarp();
+    uint64_t own = memory.list[i];
     auto of = [&](float x) { return x - whole.top - logf(whole.sum); };
     if (i == 0) *logprob = of(row[p.tokens[at]]);
     if (i >= kAlternatives) return;

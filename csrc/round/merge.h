@@ -4,7 +4,6 @@
 #pragma once
 
 #include "top.h"
-#include "warp.h"
 
 namespace kimi_fx::round {
 
@@ -12,26 +11,39 @@ constexpr int kHeld = 16;  // first keys of a list in shared memory; few go deep
 
 struct Merge {
     const uint64_t* keys;  // [k, chunks]
-    uint64_t* held;        // [kHeld + 1, chunks] in shared memory; 0 past the k-th
-    int k, chunks, at;     // at: of the head
+    int k, chunks, taken = 0;
+    uint32_t held;  // where the lane's head lies in shared memory, [kHeld + 1, chunks]; 0 past the k-th
     uint64_t head = 0;
 
-    __device__ Merge(const uint64_t* keys, int k, int chunks, uint64_t* held)
-        : keys(keys), held(held), k(k), chunks(chunks), at(threadIdx.x % 32) {
-        if (at >= chunks) return;
+    __device__ Merge(const uint64_t* keys, int k, int chunks, uint64_t* room)
+        : keys(keys), k(k), chunks(chunks), held(ptx::kept(ptx::shared_address(room + threadIdx.x % 32))) {
+        int lane = threadIdx.x % 32;
+        if (lane >= chunks) return;
 #pragma unroll
-        for (int r = 0; r <= kHeld; ++r) held[r * chunks + at] = r < k ? __ldcg(keys + r * chunks + at) : 0;
-        head = held[at];
+        for (int r = 0; r <= kHeld; ++r) {
+            room[r * chunks + lane] = r < k ? __ldcg(keys + r * chunks + lane) : 0;
+        }
+        head = room[lane];
     }
 
-    // 0 past the last.
-    __device__ uint64_t next() {
-        uint64_t best = largest(head);
-        if (head == best && best) {
-            at += chunks;
-            head = at < (kHeld + 1) * chunks ? held[at] : at < k * chunks ? __ldcg(keys + at) : 0;
+    // The lane that has the next key takes it and calls visit(key). All lanes get its value, `ordered`; 0 past the
+    // last.
+    template <typename Visit>
+    __device__ uint32_t next(Visit visit) {
+        uint32_t high = head >> 32, top = __reduce_max_sync(~0u, high);
+        unsigned holders = __ballot_sync(~0u, high == top);
+        bool own = high == top && top;
+        if (holders & (holders - 1)) own &= uint32_t(head) == __reduce_max_sync(~0u, own ? uint32_t(head) : 0);
+        if (own) {
+            visit(head);
+            held += chunks * sizeof(uint64_t);
+            if (++taken <= kHeld) {
+                asm volatile("ld.shared.u64 %0, [%1];" : "=l"(head) : "r"(held) : "memory");
+            } else {
+                head = taken < k ? __ldcg(keys + taken * chunks + threadIdx.x % 32) : 0;
+            }
         }
-        return best;
+        return top;
     }
 };
 

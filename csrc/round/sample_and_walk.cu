@@ -1,7 +1,9 @@
-// Sampling and the walk in one launch: a cluster of blocks takes a request from its root to where it ends.
+// Sampling and the walk: a cluster of blocks takes a request from its root to where it ends. Where requests are few,
+// other clusters have drawn from its first nodes before, all at once: a node's path is known without a walk.
 //
-// Only the rows on the way are read. A row lies in the cluster's shared memory, a slice a block, and everything asked
-// of it is a pass over the slices and one exchange: the best id, the draw, a count, a mass (walker.h).
+// Only the rows of these nodes and of those on the way are read. A row lies in the cluster's shared memory, a slice a
+// block, and everything asked of it is a pass over the slices and one exchange: the best id, the draw, a count, a mass
+// (walker.h). What top-k leaves goes on as a list that every block has.
 
 #include "sample_and_walk.h"
 
@@ -151,8 +153,9 @@ cudaError_t launch_clusters(Kernel kernel, int clusters, int blocks, int bytes, 
 
 }  // namespace
 
+// On half the multiprocessors: from there on clusters wait for each other's rows.
 int nodes_ahead(int B, int N, int arch, int multiprocessors) {
-    int clusters = multiprocessors / (arch < 90 ? 1 : kPortableCluster);
+    int clusters = multiprocessors / 2 / (arch < 90 ? 1 : kPortableCluster);
     int ahead = std::min({clusters / B, N, kMaxAhead});
     return ahead < kFewestAhead ? 0 : ahead;
 }

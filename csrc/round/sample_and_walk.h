@@ -52,7 +52,7 @@ struct WalkParams {
     int32_t ahead;  // nodes drawn from before the walk, all at once
 };
 
-// How many of a request's first nodes to draw from ahead of the walk: those that fill the device once; 0: none.
+// How many of a request's first nodes to draw from ahead of the walk; 0: none.
 int nodes_ahead(int B, int N, int arch, int multiprocessors);
 // Whether a block's shared memory of this many bytes cannot hold its slice of a row.
 bool slices_spill(int B, int V, int N, int shared, int arch, int multiprocessors);

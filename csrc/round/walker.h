@@ -2,7 +2,7 @@
 //
 // Filters need no order of the row. What they keep is a prefix of it, so an id drawn from too many is the draw if it
 // lies in the prefix; if it does not, nothing from it on does, and what lies before it is drawn from again, with the
-// same noise.
+// same noise. Long because every pass goes over the same slice in shared memory.
 
 #pragma once
 

@@ -86,10 +86,12 @@ def asked(name: str, known: Sequence[str], overrides: Sequence[str]) -> tuple[di
     folder = Path(words.pop("folder", "."))
     if not set(words) <= set(known):
         raise ValueError(f"bench {name} takes {', '.join(known)} and folder, found {', '.join(words)}.")
-    if not folder.is_dir():
-        raise ValueError(f"bench {name} writes into a folder, and folder={folder} is none.")
     if not torch.cuda.is_available():
         raise ValueError(f"bench {name} needs a CUDA device, none is visible.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"bench {name} cannot make folder={folder}: {error.strerror}.") from error
     return {key: [w.strip() for w in text.strip("[]").split(",") if w.strip()] for key, text in words.items()}, folder
 
 

@@ -19,7 +19,7 @@ from ..config import with_environment
 from ..ops import KERNELS, REFERENCE, Ops
 from ..runtime.build import load_kernels
 from . import mla
-from .device import Cells, Rates, asked, heat_map, per_layer, rates, report, result
+from .device import Cells, Rates, asked, heat_map, numbers, per_layer, rates, report, result
 from .moe import random_experts
 from .record import say
 
@@ -125,7 +125,7 @@ def count_launches(w: Weights, i: Inputs) -> int:
     def mix(h: Tensor, *routing: Tensor) -> Tensor:
         return KERNELS.marlin_moe(h, e.w13, e.s13, e.w2, e.s2, *routing)
 
-    return launches(lambda: layer(KERNELS, w, i, attend, mix))
+    return len(launches(lambda: layer(KERNELS, w, i, attend, mix)))
 
 
 def parts(i: Inputs) -> dict[str, Callable[[Weights], object]]:
@@ -142,13 +142,14 @@ def parts(i: Inputs) -> dict[str, Callable[[Weights], object]]:
     }
 
 
-def launches(call: Callable[[], object]) -> int:
-    """Kernels of one call."""
+def launches(call: Callable[[], object]) -> list[str]:
+    """The kernels of one call by name, and copies."""
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [name for name in on_device if not name.endswith(" Sync")]  # the profiler's wait at its end, and ours
 
 
 def measure_rows(
@@ -184,19 +185,8 @@ def measure(choice: dict[str, list[int]]) -> dict[str, Any]:
 def run(overrides: Sequence[str]) -> int:
     """Takes `rows=[1,16] peers=[]`, and `folder=` for JSON and picture."""
     given, folder = asked("layer", list(DEFAULTS), overrides)
-    found = measure(DEFAULTS | {key: [int(n) for n in words] for key, words in given.items()})
-    heads = [
-        "rows",
-        "us",
-        "apart us",
-        "floor us",
-        "over floor",
-        "launches",
-        "norm_qkv_a",
-        "q_up_absorb",
-        "v_up_o",
-        "norm_route",
-    ]
-    heads += ["shared_down", "lm_head", "compiled torch us", "torch over ours"]
+    found = measure(DEFAULTS | {key: numbers(key, words, 1, 128) for key, words in given.items()})
+    heads = ["rows", "us", "apart us", "floor us", "over floor", "launches", "norm_qkv_a", "q_up_absorb", "v_up_o"]
+    heads += ["norm_route", "shared_down", "lm_head", "compiled torch us", "torch over ours"]
     report("layer", found, heads, heat_map(found["cells"], "part", "rows"), folder, f"{LAYERS} layers in a graph")
     return 0

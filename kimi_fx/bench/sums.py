@@ -8,7 +8,7 @@ the median of one replay. Numbers are those of the slowest rank.
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from ..request import Plan
 from ..runtime.buckets import Chunk
 from ..runtime.build import load_kernels
 from ..runtime.load import Loaded, Text, pick_device, rank_device, settled
-from ..runtime.ranks import GROUP, Place, Ranks, own_place
+from ..runtime.ranks import GROUP, Place, Ranks, follow_once, own_place
 from ..runtime.rounds import Rounds
 from ..warmup import random_weights
 from .device import captured, median, numbers
@@ -54,9 +54,11 @@ def run(overrides: Sequence[str]) -> int:
     place = own_place(config)
     if place.port:
         raise ValueError("bench sums starts its ranks itself: call it without torchrun.")
+    if (devices := torch.cuda.device_count()) < max(config.mesh.tp, 2):
+        raise ValueError(f"bench sums needs mesh.tp=2 or more and as many CUDA devices, found {devices}.")
     config = settled(config, place)
     if config.device != "cuda" or not config.mesh.near:
-        raise ValueError("bench sums compares two ways to sum on CUDA devices joined by NVLink: use mesh.tp=2 or more.")
+        raise ValueError("bench sums compares two ways to sum on CUDA devices joined by NVLink, found none.")
     ranks = Ranks(place, config, module=MODULE)
     try:
         found = list(take_part(ranks, asked))
@@ -78,18 +80,7 @@ def listed(key: str, text: str) -> list[int]:
 
 def main(place: dict[str, Any]) -> int:
     """Of a process that rank 0 started."""
-    ranks = Ranks(Place(**place))
-    try:
-        list(take_part(ranks))
-        ranks.watch.done()
-        while ranks.follow() is not None:
-            pass
-    except Exception as error:
-        with suppress(RuntimeError):  # rank 0 says it
-            ranks.fail(error)
-        return 1
-    ranks.close()
-    return 0
+    return follow_once(Place(**place), take_part)
 
 
 @torch.no_grad()

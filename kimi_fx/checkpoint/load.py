@@ -221,13 +221,13 @@ def _meter(total: int, what: str, show: bool) -> Iterator[Callable[[int, str], N
         if show and not live and now - said >= LINE_SECONDS:
             said = now
             left = f"{total / 1e9:.2f} GB, {(total - done) * (now - start) / done:.0f} s left, {file}"
-            print(f"{what}: {_pace(done, now - start)} of {left}", file=sys.stderr)
+            print(f"{what}: {pace(done, now - start)} of {left}", file=sys.stderr)
 
     with bar:
         yield advance
     if show:
-        print(f"{what}: loaded {_pace(total, time.monotonic() - start)}", file=sys.stderr)
+        print(f"{what}: loaded {pace(total, time.monotonic() - start)}", file=sys.stderr)
 
 
-def _pace(size: int, seconds: float) -> str:
+def pace(size: int, seconds: float) -> str:
     return f"{size / 1e9:.2f} GB in {seconds:.1f} s ({size / 1e9 / max(seconds, 1e-9):.2f} GB/s)"

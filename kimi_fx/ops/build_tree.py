@@ -14,6 +14,9 @@ from torch import Tensor
 
 from .draw import best
 from .library import kernels
+from .shapes import Given, agree, require
+
+NODES = 128  # at most: an ancestor bit each
 
 
 def ranked(
@@ -57,6 +60,14 @@ def best_first(
     return tree
 
 
+def check(logits: Tensor, anchor: Tensor, budget: Tensor, width: Tensor, nodes: int, max_width: int) -> None:
+    whole = {"anchor": anchor, "budget": budget, "width": width}
+    of_requests: dict[str, Given] = {name: (x, "B", torch.int64) for name, x in whole.items()}
+    agree("build_tree", {"logits": (logits, "B S-1 V", None), **of_requests})
+    require("build_tree", 1 <= nodes <= NODES, f"1 to {NODES} nodes", nodes)
+    require("build_tree", max_width >= 1, "a max_width of 1 or more", max_width)
+
+
 def reference(
     logits: Tensor,  # [B, S-1, V] any float; row d: the drafter's marginal of tokens d + 1 below the root
     anchor: Tensor,  # [B] i64
@@ -71,6 +82,9 @@ def reference(
     Where no more nodes are possible, fewer than the budget come out; of a request with NaN or +inf among its
     logits, the root alone.
     """
+    check(logits, anchor, budget, width, nodes, max_width)
+    if not len(logits):
+        return fake(logits, anchor, budget, width, nodes, max_width)
     tokens, log_prob = ranked(logits.float(), width, min(max_width, nodes, logits.shape[2]))
     batch = len(logits)
     token, parent, depth = ([[padding] * nodes for _ in range(batch)] for padding in (0, -1, 0))
@@ -93,6 +107,7 @@ def reference(
 def fake(
     logits: Tensor, anchor: Tensor, budget: Tensor, width: Tensor, nodes: int, max_width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    check(logits, anchor, budget, width, nodes, max_width)
     whole = anchor.new_empty(logits.shape[0], nodes)
     return (
         whole,
@@ -112,8 +127,10 @@ build_tree.register_fake(fake)
 def _(
     logits: Tensor, anchor: Tensor, budget: Tensor, width: Tensor, nodes: int, max_width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    loaded = kernels("build_tree")
-    if loaded is None or nodes > 128 or logits.shape[1] > 16 or not 1 <= logits.shape[2] <= 32 * 8192:
+    check(logits, anchor, budget, width, nodes, max_width)
+    loaded = kernels()
+    _, depths, vocabulary = logits.shape
+    if loaded is None or depths > 16 or not 1 <= vocabulary <= 32 * 8192:
         return reference(logits, anchor, budget, width, nodes, max_width)
     whole = (x.contiguous() for x in (logits.float(), anchor, budget, width))
     return loaded.build_tree(*whole, nodes, max_width)

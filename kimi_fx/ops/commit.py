@@ -10,6 +10,38 @@ from torch import Tensor
 
 from ..config import PAGE
 from .library import kernels
+from .shapes import Given, agree
+
+TAKES = {
+    "pool": (f"layers P {PAGE} L+R", None),
+    "draft_k": (f"drafter_layers P {PAGE} KV head", None),
+    "draft_v": (f"drafter_layers P {PAGE} KV head", None),
+    "anchor": ("B", torch.int64),
+    "length": ("B", torch.int32),
+    "active": ("B", torch.bool),
+    "counts": ("B V", torch.int32),
+    "seen": ("B V", torch.bool),
+    "remaining": ("B", torch.int64),
+    "min_remaining": ("B", torch.int64),
+    "page_table": ("B pages", torch.int32),
+    "rows": ("layers B N L+R", None),
+    "k": ("drafter_layers B A KV head", None),
+    "v": ("drafter_layers B A KV head", None),
+    "path": ("B A", torch.int64),
+    "kept": ("B", torch.int64),
+    "tokens": ("B emitted", torch.int64),
+    "count": ("B", torch.int64),
+    "finish": ("B", torch.int64),
+    "running": ("B", torch.bool),
+}
+
+
+def check(*arguments: Tensor) -> None:
+    """Before anything is written; pools and what enters them are of one dtype."""
+    dtype = arguments[0].dtype
+    given = zip(TAKES.items(), arguments, strict=True)
+    wanted: dict[str, Given] = {n: (x, letters, exact or dtype) for (n, (letters, exact)), x in given}
+    agree("commit", wanted)
 
 
 def reference(
@@ -34,6 +66,10 @@ def reference(
     finish: Tensor,  # [B] i64; 0: runs on
     running: Tensor,  # [B] bool before this step
 ) -> None:
+    check(
+        pool, draft_k, draft_v, anchor, length, active, counts, seen, remaining, min_remaining, page_table, rows, k, v,
+        path, kept, tokens, count, finish, running,
+    )  # fmt: skip
     for b, (n, start, emitted) in enumerate(zip(kept.tolist(), length.tolist(), count.tolist(), strict=True)):
         if n:
             at = torch.arange(start, start + n, device=rows.device)
@@ -62,8 +98,8 @@ commit = torch.library.custom_op(
 
 
 @commit.register_fake
-def _(*_: object) -> None:
-    return None
+def _(*arguments: Tensor) -> None:
+    check(*arguments)
 
 
 @commit.register_kernel("cuda")
@@ -73,9 +109,10 @@ def _(
     path: Tensor, kept: Tensor, tokens: Tensor, count: Tensor, finish: Tensor, running: Tensor,
 ) -> None:  # fmt: skip
     mutated = (pool, draft_k, draft_v, anchor, length, active, counts, seen, remaining, min_remaining)
+    check(*mutated, page_table, rows, k, v, path, kept, tokens, count, finish, running)
     copied = [pieces(x) for x in (rows, k.flatten(3), v.flatten(3))]
     read = [x.contiguous() for x in (path, kept, tokens, count, finish, running)]
-    loaded = kernels("commit")
+    loaded = kernels()
     if loaded is None or any(x.shape[3] * x.itemsize % 16 for x in copied if len(x)):
         reference(*mutated, page_table, rows, k, v, *read)
     else:

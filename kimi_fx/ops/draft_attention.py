@@ -12,6 +12,32 @@ from torch import Tensor
 
 from ..config import PAGE
 from .library import kernels
+from .shapes import Given, agree, require
+
+
+def check(
+    q: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    page_table: Tensor,
+    length: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+) -> None:
+    wanted: dict[str, Given] = {
+        "q": (q, "B S H head", None),
+        "pool_k": (pool_k, f"P {PAGE} KV head", q.dtype),
+        "pool_v": (pool_v, f"P {PAGE} KV head", q.dtype),
+        "page_table": (page_table, "B pages", torch.int32),
+        "length": (length, "B", torch.int32),
+        "k": (k, "B S KV head", q.dtype),
+        "v": (v, "B S KV head", q.dtype),
+    }
+    s = agree("draft_attention", wanted)
+    H, KV = s["H"], s["KV"]
+    require("draft_attention", KV > 0 and H % KV == 0, "as many heads of q for each of k", f"{H} and {KV}")
+    require("draft_attention", window >= 0, "a window of 0 or more", window)
 
 
 def reference(
@@ -26,6 +52,7 @@ def reference(
     window: int,  # 0: none
     causal: bool,
 ) -> Tensor:  # [B, S, H, head]
+    check(q, pool_k, pool_v, page_table, length, k, v, window)
     out = torch.empty_like(q)
     for b, n in enumerate(length.tolist()):
         first = max(n - window + 1, 0) // PAGE if window else 0  # the first page any slot sees
@@ -61,6 +88,7 @@ def _(
     window: int,
     causal: bool,
 ) -> Tensor:
+    check(q, pool_k, pool_v, page_table, length, k, v, window)
     return torch.empty_like(q)
 
 
@@ -77,7 +105,8 @@ def _(
     window: int,
     causal: bool,
 ) -> Tensor:
-    loaded = kernels("draft_attention")
+    check(q, pool_k, pool_v, page_table, length, k, v, window)
+    loaded = kernels()
     if loaded is None or q.dtype != torch.bfloat16 or q.shape[3] not in (64, 128) or q.shape[1] > 64:
         return reference(q, pool_k, pool_v, page_table, length, k, v, scale, window, causal)
     evenly = v.stride(0) == v.shape[1] * v.stride(1) and v.stride()[2:] == (v.shape[3], 1) and v.stride(1) % 8 == 0

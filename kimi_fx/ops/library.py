@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 
-def kernels(name: str) -> Any:
-    """The library's operators, or None where this one is not to be had."""
+def kernels() -> Any:
+    """The library's operators, all or None."""
     loaded = torch.ops.kimi_fx_cuda
-    return loaded if hasattr(loaded, name) else None
+    return loaded if hasattr(loaded, "mla_tree_verify") else None

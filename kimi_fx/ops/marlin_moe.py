@@ -3,7 +3,8 @@
 Routing comes from `norm_route`; the shared expert and the residual are the caller's. Weights are INT4 in the
 layout of `marlin.py` or, without scales, plain floating matrices, which suit a CPU. Under tensor parallelism
 the result is one rank's partial sum. On CUDA in bf16 the kernels of csrc/moe do it where both widths are multiples
-of 64; they scale the sums of a group, so their weights are not rounded to bf16.
+of 64 and an expert's at most 2048; where tokens are few they scale the sums of a group, so that weights are not rounded
+to bf16.
 """
 
 import torch
@@ -11,7 +12,35 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from .library import kernels
-from .marlin import dequantise, marlin_unpack, marlin_unpack_scales
+from .marlin import GROUP, TILE_IN, dequantise, marlin_unpack, marlin_unpack_scales
+from .shapes import Given, agree
+
+
+def check(
+    x: Tensor,
+    w13: Tensor,
+    s13: Tensor | None,
+    w2: Tensor,
+    s2: Tensor | None,
+    weights: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+) -> None:
+    gate_up: Given = (w13, "E D/16 4I", torch.int32) if s13 is not None else (w13, "E D 2I", x.dtype)
+    down: Given = (w2, "E I/16 2D", torch.int32) if s2 is not None else (w2, "E I D", x.dtype)
+    s = agree("marlin_moe", {"x": (x, "T D", None), "weights": (weights, "T k", torch.float32), "w2": down})
+    E, D, inner = s["E"], s["D"], s["I"] if s2 is None else TILE_IN * s["I/16"]
+    halves = {"I": inner, "2I": 2 * inner, "4I": 4 * inner, "2D": 2 * D, "I/16": inner // TILE_IN}
+    tiles = {"D/16": D // TILE_IN, "D/32": D // GROUP, "I/32": inner // GROUP}
+    rest: dict[str, Given] = {
+        "w13": gate_up,
+        "s13": (s13, "E D/32 2I", torch.bfloat16),
+        "w2": down,
+        "s2": (s2, "E I/32 D", torch.bfloat16),
+        "order": (order, "T*k", torch.int32),
+        "offsets": (offsets, "E+1", torch.int32),
+    }
+    agree("marlin_moe", rest, **(s | halves | tiles | {"T*k": s["T"] * s["k"], "E+1": E + 1}))
 
 
 def reference(
@@ -28,6 +57,7 @@ def reference(
 
     The sum runs in slot order in fp32. INT4 weights mean bf16(q * scale). Padding tokens get zeros.
     """
+    check(x, w13, s13, w2, s2, weights, order, offsets)
     tokens, k = weights.shape
     counts = offsets.diff().tolist()
     hit = [e for e, count in enumerate(counts) if count]
@@ -66,6 +96,7 @@ def fake(
     order: Tensor,
     offsets: Tensor,
 ) -> Tensor:
+    check(x, w13, s13, w2, s2, weights, order, offsets)
     return x.new_empty(x.shape)
 
 
@@ -84,8 +115,10 @@ def _(
     order: Tensor,
     offsets: Tensor,
 ) -> Tensor:
-    loaded = kernels("marlin_moe")
-    fits = x.dtype == torch.bfloat16 and x.shape[1] % 64 == 0 and w13.shape[2] % 256 == 0 and w13.shape[0] <= 1024
+    check(x, w13, s13, w2, s2, weights, order, offsets)
+    loaded = kernels()
+    (experts, _, words), width = w13.shape, x.shape[1]
+    fits = x.dtype == torch.bfloat16 and width % 64 == 0 and words % 256 == 0 and words <= 4 * 2048 and experts <= 1024
     if loaded is None or s13 is None or s2 is None or not fits:
         return reference(x, w13, s13, w2, s2, weights, order, offsets)
     return loaded.marlin_moe(x.contiguous(), w13, s13, w2, s2, weights.contiguous(), order, offsets)

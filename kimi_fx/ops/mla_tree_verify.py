@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..config import PAGE
 from .library import kernels
+from .shapes import Given, agree, require
 
 TREE = 128  # nodes, a bit each
 SCHEDULE = 4 * 256 + 2 * 524_288 // 64  # of as many rows as the kernels take
@@ -47,7 +48,7 @@ def verify_reference(
     latent: int,  # L
     scale: float,
 ) -> Tensor:  # [B, N, H, L]
-    check(q, pool, page_table, length, rows, ancestors)
+    check(q, pool, page_table, length, rows, ancestors, schedule, latent)
     N = q.shape[1]
     hidden = ~visible(ancestors, N) if ancestors is not None else q.new_ones(1, N, N, dtype=torch.bool).triu(1)
     hidden = hidden.unsqueeze(2).expand(q.shape[0], N, 1, N)
@@ -61,18 +62,31 @@ def verify_reference(
     return out
 
 
-def check(q: Tensor, pool: Tensor, page_table: Tensor, length: Tensor, rows: Tensor, ancestors: Tensor | None) -> None:
-    """Raise ValueError where the arguments disagree in shape or are of another integer type."""
-    B, N, _, width = q.shape
-    bits = ((B, N, 2), torch.int64) if ancestors is not None else None
-    wanted = ((PAGE, width), (B,), torch.int32, (B,), torch.int32, (B, N, width), bits)
-    seen = ((*ancestors.shape,), ancestors.dtype) if ancestors is not None else None
-    table = (page_table.shape[:-1], page_table.dtype)
-    if (pool.shape[1:], *table, length.shape, length.dtype, rows.shape, seen) != wanted:
-        names = ("pages", "page_table", "its dtype", "length", "its dtype", "rows", "ancestors")
-        found = ((*pool.shape[1:],), (*table[0],), table[1], (*length.shape,), length.dtype, (*rows.shape,), seen)
-        wrong = [f"{n} {f} instead of {w}" for n, f, w in zip(names, found, wanted, strict=True) if f != w]
-        raise ValueError(f"with q of {list(q.shape)} attention was given {', '.join(wrong)}.")
+def check(
+    q: Tensor,
+    pool: Tensor,
+    page_table: Tensor,
+    length: Tensor,
+    rows: Tensor,
+    ancestors: Tensor | None,
+    schedule: Tensor,
+    latent: int,
+) -> None:
+    wanted: dict[str, Given] = {
+        "q": (q, "B N H L+R", None),
+        "pool": (pool, f"P {PAGE} L+R", q.dtype),
+        "page_table": (page_table, "B pages", torch.int32),
+        "length": (length, "B", torch.int32),
+        "rows": (rows, "B N L+R", q.dtype),
+        "ancestors": (ancestors, "B N 2", torch.int64),
+        "schedule": (schedule, "size", torch.int32),
+    }
+    s = agree("mla_tree_verify", wanted)
+    N, width = s["N"], s["L+R"]
+    require("mla_tree_verify", ancestors is None or N <= TREE, f"a tree of at most {TREE} nodes", N)
+    require("mla_tree_verify", 0 < latent <= width, f"1 to {width} latent columns", latent)
+    size = schedule_size(s["B"], N, s["H"])
+    agree("mla_tree_verify", {"schedule": wanted["schedule"]}, size=size)
 
 
 def visible(
@@ -105,13 +119,13 @@ def _(
     latent: int,
     scale: float,
 ) -> Tensor:
-    check(q, pool, page_table, length, rows, ancestors)
+    check(q, pool, page_table, length, rows, ancestors, schedule, latent)
     return q.new_empty(*q.shape[:3], latent)
 
 
 @mla_schedule.register_kernel("cuda")
 def _(length: Tensor, nodes: int, heads: int) -> Tensor:
-    loaded = kernels("mla_schedule")
+    loaded = kernels()
     if loaded is None or not 0 < schedule_size(length.shape[0], nodes, heads) <= SCHEDULE:
         return schedule_reference(length, nodes, heads)
     return loaded.mla_schedule(length.contiguous(), nodes, heads)
@@ -129,10 +143,10 @@ def _(
     latent: int,
     scale: float,
 ) -> Tensor:
-    loaded = kernels("mla_tree_verify")
+    check(q, pool, page_table, length, rows, ancestors, schedule, latent)
+    loaded = kernels()
     if loaded is None or q.dtype != torch.bfloat16 or (latent, q.shape[3]) != (512, 576):
         return verify_reference(q, pool, page_table, length, rows, ancestors, schedule, latent, scale)
-    check(q, pool, page_table, length, rows, ancestors)
     (B, N, H), most = q.shape[:3], TREE if ancestors is not None else 4096
     if not (1 <= B <= 64 and N <= most and H <= 128 and schedule_size(B, N, H) <= SCHEDULE):
         raise ValueError(

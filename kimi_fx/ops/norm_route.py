@@ -10,9 +10,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .linear import few_rows
+from .linear import ROWS, few_rows
+from .shapes import Given, agree, require
 
 Routed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def check(
+    x: Tensor,
+    squares: Tensor,
+    counters: Tensor,
+    norm: Tensor,
+    router: Tensor,
+    bias: Tensor,
+    gate_up: Tensor,
+    valid: Tensor,
+    k: int,
+) -> None:
+    wanted: dict[str, Given] = {
+        "x": (x, "T D", None),
+        "squares": (squares, "T pieces", torch.float32),
+        "counters": (counters, "counters", torch.int32),
+        "norm": (norm, "D", None),
+        "router": (router, "E D", None),
+        "bias": (bias, "E", torch.float32),
+        "gate_up": (gate_up, "2 I D", x.dtype),
+        "valid": (valid, "T", torch.bool),
+    }
+    sizes = agree("norm_route", wanted)
+    require("norm_route", 1 <= k <= sizes["E"], f"1 to {sizes['E']} experts a token", k)
+    least = 4 + min(sizes["T"], ROWS) * (sizes["E"] + k)
+    require("norm_route", sizes["counters"] >= least, f"{least} counters or more", sizes["counters"])
 
 
 def reference(
@@ -29,6 +57,7 @@ def reference(
     eps: float,
 ) -> Routed:
     """h = rms_norm(x) [T, D], silu(gate) * up of h [T, I], and ids, weights, order, offsets as `choose` has them."""
+    check(x, squares, counters, norm, router, bias, gate_up, valid, k)
     inverse = (squares.sum(1, keepdim=True) / x.shape[1] + eps).rsqrt()
     h = (x.float() * inverse * norm.float()).to(x.dtype)
     gate, up = F.linear(h, gate_up.flatten(0, 1)).chunk(2, -1)
@@ -92,6 +121,7 @@ def _(
     scale: float,
     eps: float,
 ) -> Routed:
+    check(x, squares, counters, norm, router, bias, gate_up, valid, k)
     tokens, experts = x.shape[0], router.shape[0]
     ids, order = (x.new_empty(shape, dtype=torch.int32) for shape in ((tokens, k), (tokens * k,)))
     weights = x.new_empty((tokens, k), dtype=torch.float32)
@@ -113,6 +143,7 @@ def _(
     scale: float,
     eps: float,
 ) -> Routed:
+    check(x, squares, counters, norm, router, bias, gate_up, valid, k)
     loaded = few_rows(x, norm, router, gate_up)
     if loaded is None or k > 32 or router.shape[0] > 1024:
         return reference(x, squares, counters, norm, router, bias, gate_up, valid, k, scale, eps)

@@ -58,7 +58,7 @@ def _(x: Tensor, group: str) -> Tensor:
 
 @peer_sum.register_kernel("cuda")
 def _(x: Tensor, group: str) -> Tensor:
-    loaded, peers = kernels("peer_sum"), JOINED.get(group)
+    loaded, peers = kernels(), JOINED.get(group)
     if loaded is None or peers is None or x.nbytes % 16:
         return reference(x, group)
     return loaded.peer_sum(x.contiguous(), peers.addresses, peers.rank, capacity(len(peers.buffers)))

@@ -10,6 +10,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .linear import few_rows
+from .shapes import Given, agree, require
+
+
+def check(
+    qkv: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    q_b: Tensor,
+    w_uk: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    counters: Tensor,
+) -> None:
+    first: dict[str, Given] = {
+        "cos": (cos, "T R", torch.float32),
+        "sin": (sin, "T R", torch.float32),
+        "q_norm": (q_norm, "q_lora", qkv.dtype),
+        "kv_norm": (kv_norm, "L", qkv.dtype),
+        "w_uk": (w_uk, "H nope L", qkv.dtype),
+        "counters": (counters, "counters", torch.int32),
+    }
+    s = agree("q_up_absorb", first)
+    sums = {"q_lora+L+R": s["q_lora"] + s["L"] + s["R"], "nope+R": s["nope"] + s["R"]}
+    rest: dict[str, Given] = {"qkv": (qkv, "T q_lora+L+R", None), "q_b": (q_b, "H nope+R q_lora", qkv.dtype)}
+    agree("q_up_absorb", rest, **s, **sums)
+    require("q_up_absorb", s["R"] % 2 == 0, "pairs of rotated columns", f"R = {s['R']}")
+    require("q_up_absorb", s["counters"] >= 4, "4 counters or more", s["counters"])
 
 
 def reference(
@@ -24,6 +51,7 @@ def reference(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """q [T, H, L + R] and rows [T, L + R]."""
+    check(qkv, q_norm, kv_norm, q_b, w_uk, cos, sin, counters)
     q_latent, latent, key = qkv.split((q_norm.shape[0], kv_norm.shape[0], cos.shape[1]), -1)
     q = F.linear(F.rms_norm(q_latent, q_norm.shape, q_norm, eps), q_b.flatten(0, 1)).unflatten(-1, q_b.shape[:2])
     q_nope, q_rope = q.split((w_uk.shape[1], cos.shape[1]), -1)
@@ -50,6 +78,7 @@ def _(
     counters: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
+    check(qkv, q_norm, kv_norm, q_b, w_uk, cos, sin, counters)
     tokens, row = qkv.shape[0], kv_norm.shape[0] + cos.shape[1]
     return qkv.new_empty(tokens, q_b.shape[0], row), qkv.new_empty(tokens, row)
 
@@ -66,6 +95,7 @@ def _(
     counters: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
+    check(qkv, q_norm, kv_norm, q_b, w_uk, cos, sin, counters)
     loaded = few_rows(qkv, q_norm, kv_norm, q_b, w_uk)
     if loaded is None:
         return reference(qkv, q_norm, kv_norm, q_b, w_uk, cos, sin, counters, eps)

@@ -26,8 +26,29 @@ from torch import Tensor
 from ..config import TOP_LOGPROBS
 from .draw import best, draw, gumbel
 from .library import kernels
+from .shapes import Given, agree, require
 
 RUNS, STOP, LENGTH, NON_FINITE = range(4)  # `finish`
+
+
+SAMPLING = {  # the leaves of `Sampling` in graphs/state.py
+    "temperature": ("B", torch.float32),
+    "top_k": ("B", torch.int64),
+    "top_p": ("B", torch.float32),
+    "min_p": ("B", torch.float32),
+    "presence": ("B", torch.float32),
+    "frequency": ("B", torch.float32),
+    "repetition": ("B", torch.float32),
+    "bias": ("B V", torch.float32),
+    "counts": ("B V", torch.int32),
+    "seen": ("B V", torch.bool),
+    "seed": ("B 2", torch.int64),
+    "sample": ("B", torch.int64),
+    "logprobs": ("B", torch.int32),
+    "stop_ids": ("B stops", torch.int64),
+    "remaining": ("B", torch.int64),
+    "min_remaining": ("B", torch.int64),
+}
 
 
 class Rule(NamedTuple):
@@ -127,6 +148,22 @@ def report(
     return own, pad(ids, ends, value=-1), pad(log_prob.gather(1, ids), ends)
 
 
+def check(
+    logits: Tensor, token: Tensor, parent: Tensor, position: Tensor, active: Tensor, rows: int, *sampling: Tensor
+) -> None:
+    tree: dict[str, Given] = {
+        "logits": (logits, "B N V", None),
+        "token": (token, "B N", torch.int64),
+        "parent": (parent, "B N", torch.int64),
+        "position": (position, "B", torch.int64),
+        "active": (active, "B", torch.bool),
+    }
+    leaves: dict[str, Given] = {n: (x, *SAMPLING[n]) for n, x in zip(SAMPLING, sampling, strict=True)}
+    s = agree("sample_and_walk", tree | leaves)
+    least = min(rows, s["N"], s["V"])
+    require("sample_and_walk", least >= 1, "one or more rows, nodes and tokens", f"{rows}, {s['N']} and {s['V']}")
+
+
 def reference(
     logits: Tensor,  # [B, N, V] any float
     token: Tensor,  # [B, N] i64
@@ -158,6 +195,13 @@ def reference(
     the vocabulary's end `top_ids` is -1. An active request has at least one token remaining; an inactive one
     draws nothing.
     """
+    sampling = (
+        temperature, top_k, top_p, min_p, presence, frequency, repetition, bias, counts, seen, seed, sample, logprobs,
+        stop_ids, remaining, min_remaining,
+    )  # fmt: skip
+    check(logits, token, parent, position, active, rows, *sampling)
+    if not len(logits):
+        return fake(logits, token, parent, position, active, rows, *sampling)
     numbers = [x.tolist() for x in (temperature, top_k, top_p, min_p, presence, frequency, repetition)]
     wide = [x.unbind() for x in (bias, counts, seen)]
     limits = [x.tolist() for x in (stop_ids, remaining, min_remaining)]
@@ -189,7 +233,8 @@ def reference(
 
 def fake(
     logits: Tensor, token: Tensor, parent: Tensor, position: Tensor, active: Tensor, rows: int, *rest: Tensor
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    check(logits, token, parent, position, active, rows, *rest)
     batch = logits.shape[0]
     tokens, count = token.new_empty(batch, rows), token.new_empty(batch)
     logprob = logits.new_empty(batch, rows, dtype=torch.float32)
@@ -206,7 +251,8 @@ sample_and_walk.register_fake(fake)
 def _(
     logits: Tensor, token: Tensor, parent: Tensor, position: Tensor, active: Tensor, rows: int, *rest: Tensor
 ) -> tuple[Tensor, ...]:
-    loaded = kernels("sample_and_walk")
+    check(logits, token, parent, position, active, rows, *rest)
+    loaded = kernels()
     if loaded is None or rows > 32 or logits.shape[2] > 32 * 8192:
         return reference(logits, token, parent, position, active, rows, *rest)
     first = (x.contiguous() for x in (logits.float(), token, parent, position, active))

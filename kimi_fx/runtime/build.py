@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 
 from ..config import environment
+from ..ops.library import kernels
+from .store import told
 
 LIBRARY = "kimi_fx_cuda"  # also the namespace of its operators
-FOLDERS = (".", "common", "mla", "moe", "round")  # of csrc
 ARCHS = ("sm_80", "sm_90a", "sm_120")  # a kernel family each; others of 8.0 and up take one of these families
 FLAGS = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL")
 
@@ -34,7 +35,7 @@ def load_kernels(device: torch.device) -> None:
 
     Raises ValueError for a device or compiler that cannot do it, RuntimeError where compiling or loading fails.
     """
-    if hasattr(getattr(torch.ops, LIBRARY), "mla_tree_verify"):
+    if kernels() is not None:
         return
     library = build(own_arch(device))
     try:
@@ -47,7 +48,7 @@ def load_kernels(device: torch.device) -> None:
 
 def library_for(arch: str) -> tuple[Path, list[Path], list[str]]:
     """Where the library for an architecture lies once it is compiled, from which files, and with which flags."""
-    found = (source for folder in FOLDERS for source in (source_folder() / folder).iterdir())
+    found = (source for deep in ("*", "*/*") for source in source_folder().glob(deep))
     sources = sorted(source for source in found if source.suffix in (".cu", ".cpp", ".h"))
     flags = [*FLAGS, f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"]
     key = hashlib.sha256("\n".join([torch.__version__, *flags]).encode())
@@ -140,11 +141,13 @@ def source_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """KIMI_FX_CACHE, else kimi_fx in the user's cache; made if need be. Raises ValueError where it is no folder."""
+    """KIMI_FX_CACHE, else kimi_fx in the user's cache; made if need be. Raises ValueError where it is no folder,
+    StoreError where it cannot be made."""
     own, shared = environment("KIMI_FX_CACHE"), environment("XDG_CACHE_HOME")
     folder = (Path(own) if own else Path(shared or "~/.cache") / "kimi_fx").expanduser()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        with told(folder, "set KIMI_FX_CACHE to another folder"):
+            folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"{folder} lies on a file: set KIMI_FX_CACHE to a folder.") from None
     return folder

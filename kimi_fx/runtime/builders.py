@@ -7,11 +7,10 @@ builds by itself, one bucket after another, since tracing needs their process gr
 """
 
 import math
-import multiprocessing
 import os
-import signal
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Generator, Sequence
+from concurrent.futures import as_completed
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,12 @@ from ..graphs.state import Model
 from ..ops import KERNELS
 from .buckets import Bucket, name
 from .compiled import compile_step, example
+from .crew import crew, submit
 from .rounds import Rounds, clock
 
 MOST = 8  # builders: each holds a traced graph, and on CUDA a context
+
+Built = Generator[tuple[Bucket, dict[str, Any]], None, None]
 
 
 @dataclass(frozen=True)
@@ -59,50 +61,39 @@ def build_all(rounds: Rounds, params: Params) -> None:
     rounds.say(rounds.lack(cold) if cold else f"all {total} compiled steps are in {rounds.store.folder}")
     at_once = min(len(cold), os.cpu_count() or 1, MOST) if rounds.graphs and rounds.ranks is None else 1
     built = in_parallel(rounds, params, cold, at_once) if at_once > 1 else one_by_one(rounds, params, cold)
-    for done, (bucket, entry) in enumerate(built, 1):
-        waits = math.ceil((len(cold) - done) / at_once)
-        left = f", about {clock(rounds.pace() * waits)} left" if waits else ""
-        rounds.say(f"{done} of {len(cold)}: {name(bucket)} took {clock(entry['seconds'])}{left}")
+    with closing(built):
+        for done, (bucket, entry) in enumerate(built, 1):
+            waits = math.ceil((len(cold) - done) / at_once)
+            left = f", about {clock(rounds.pace() * waits)} left" if waits else ""
+            rounds.say(f"{done} of {len(cold)}: {name(bucket)} took {clock(entry['seconds'])}{left}")
 
 
-def one_by_one(rounds: Rounds, params: Params, cold: Sequence[Bucket]) -> Iterator[tuple[Bucket, dict[str, Any]]]:
+def one_by_one(rounds: Rounds, params: Params, cold: Sequence[Bucket]) -> Built:
     for bucket in cold:
         yield bucket, rounds.build(bucket, example(bucket, params, rounds.model))
 
 
-def in_parallel(
-    rounds: Rounds, params: Params, cold: Sequence[Bucket], at_once: int
-) -> Iterator[tuple[Bucket, dict[str, Any]]]:
+def in_parallel(rounds: Rounds, params: Params, cold: Sequence[Bucket], at_once: int) -> Built:
     """Each bucket's entry, as it is done; one that another process has built meanwhile is not built again."""
     rounds.say(f"compiling {', '.join(map(name, cold))}, {at_once} at once, about {clock(rounds.pace())} each")
     forms: Any = tree_map(form, params)
     geometry = (rounds.model.target, rounds.model.drafter)  # operators cannot be sent
     threads = max(1, (os.cpu_count() or 1) // at_once)
-    pool = ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), initializer=begin, initargs=(threads,))
-    with rounds.store.building(), rounds.store.workshop() as folder, pool:
+    with rounds.store.building(), rounds.store.workshop() as folder, crew(at_once) as pool:
         jobs = {}
         for bucket in cold:
             if entry := rounds.store.entry(name(bucket)):
                 yield bucket, entry
             else:
-                jobs[pool.submit(build, bucket, forms, geometry, folder / name(bucket))] = bucket
-        try:
-            for job in as_completed(jobs):
-                yield jobs[job], rounds.keep(jobs[job], *job.result(), folder / name(jobs[job]))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def begin(threads: int) -> None:
-    """In a builder: end at once with Ctrl-C, and share the cores."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    torch._inductor.config.compile_threads = threads
+                jobs[submit(pool, build, bucket, forms, geometry, folder / name(bucket), threads)] = bucket
+        for job in as_completed(jobs):
+            yield jobs[job], rounds.keep(jobs[job], *job.result(), folder / name(jobs[job]))
 
 
 def build(
-    bucket: Bucket, forms: Any, geometry: tuple[TargetModel, DrafterModel | None], kernels: Path
+    bucket: Bucket, forms: Any, geometry: tuple[TargetModel, DrafterModel | None], kernels: Path, threads: int
 ) -> tuple[bytes, dict[str, Any]]:
     """In a builder: a bucket's function, and what is noted of it."""
+    torch._inductor.config.compile_threads = threads
     idle = example(bucket, tree_map(hollow, forms), Model(*geometry, KERNELS))
     return compile_step(bucket, idle, kernels)

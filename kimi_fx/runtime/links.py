@@ -6,7 +6,6 @@ something hangs, as peers behind PCIe may, with the switch to try.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from statistics import median
 from typing import Any
@@ -17,7 +16,7 @@ from torch.distributed import P2POp, batch_isend_irecv
 
 from ..config import Config
 from .load import pick_device, pick_dtype, rank_device
-from .ranks import Place, Ranks
+from .ranks import Place, Ranks, follow_once
 
 MODULE = "kimi_fx.runtime.links"  # whose `main` a started rank runs
 REPEATS = 20
@@ -44,18 +43,7 @@ def measure(place: Place, config: Config, sizes: Sequence[int], width: int) -> l
 
 def follow(place: Place) -> int:
     """As another rank: 0, or 1 where any rank has failed."""
-    ranks = Ranks(place)
-    try:
-        list(take_part(ranks))
-        ranks.watch.done()
-        while ranks.follow() is not None:
-            pass
-    except Exception as error:
-        with suppress(RuntimeError):  # rank 0 says it
-            ranks.fail(error)
-        return 1
-    ranks.close()
-    return 0
+    return follow_once(place, take_part)
 
 
 def main(place: dict[str, Any]) -> int:

@@ -91,7 +91,7 @@ def load(config: Config, ready: Loaded | None = None, progress: bool = True, mes
 
     rank = mesh.get_local_rank("tp") if mesh is not None else 0
     kept = config.cache.weights
-    return replace(ready, params=loaded_once(config, model, rank, device, dtype, read) if kept else read())
+    return replace(ready, params=loaded_once(config, model, rank, device, dtype, read, progress) if kept else read())
 
 
 def read_text(folder: Path, vocab: int) -> Text:
@@ -159,6 +159,8 @@ def settled(config: Config, place: Place) -> Config:
     """With what rank 0 decides for all: the kind of device, and whether small sums go through the devices' memory.
     Raises ValueError where that was asked for and cannot be."""
     if place.size == 1:
+        if config.mesh.near:
+            raise ValueError("mesh.near=true, but there is one rank: leave it out, or set mesh.tp to more.")
         return config
     device = pick_device(config.device)
     why = far_apart(config, place, device)

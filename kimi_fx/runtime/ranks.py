@@ -9,7 +9,8 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -193,6 +194,32 @@ def start(place: Place, rank: int, module: str) -> "subprocess.Popen[bytes]":
     own = vars(place) | {"rank": rank, "device": rank, "serves": False}
     code = FOLLOW.format(path=sys.path, module=module, place=own)
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def follow_with(place: Place, part: Callable[[Ranks], object]) -> int:
+    """A follower's life: its part, then 0, or 1 where any rank has failed, which rank 0 says."""
+    ranks = Ranks(place)
+    try:
+        part(ranks)
+    except Exception as error:
+        with suppress(RuntimeError):
+            ranks.fail(error)
+        return 1
+    ranks.close()
+    return 0
+
+
+def follow_once(place: Place, steps: Callable[[Ranks], Iterable[object]]) -> int:
+    """A follower that takes all these steps with the others, then waits for the end."""
+
+    def part(ranks: Ranks) -> None:
+        for _ in steps(ranks):
+            pass
+        ranks.watch.done()
+        while ranks.follow() is not None:
+            pass
+
+    return follow_with(place, part)
 
 
 def end(follower: "subprocess.Popen[bytes]", patience: float) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,21 @@ from .compiled import Arguments, Step, compile_step, example, load_step, signatu
 from .ingredients import ingredients
 from .load import Loaded
 from .ranks import Ranks
-from .store import Store, told
+from .store import Store
 
 FIXED, PER_LAYER = 5.0, 1.0  # seconds that compiling takes on a server
+UNRECORDED = 4  # times that where steps are not recorded, which is mostly C++ for a CPU
 
 
 def wanted(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether steps run compiled. Raises ValueError where that was asked for and cannot be."""
     if config.run.compile and config.ops == "reference":
         raise ValueError("run.compile=true compiles the operators' kernels and ops=reference avoids them: choose one.")
-    if config.run.compile is None:
-        return recorded(device, dtype) and config.ops == "auto"
-    return config.run.compile
+    on = config.run.compile
+    on = recorded(device, dtype) and config.ops == "auto" if on is None else on
+    if config.run.require_warm and not on:
+        raise ValueError("run.require_warm=true asks for compiled steps, and none are in use: set run.compile=true.")
+    return on
 
 
 def recorded(device: torch.device, dtype: torch.dtype) -> bool:
@@ -64,8 +68,8 @@ class Rounds:
     def __init__(self, config: Config, loaded: Loaded, plan: Plan) -> None:
         self.model = replace(loaded.model, ops=KERNELS)
         self.buckets = buckets(config, self.model, plan)
-        with told("in the user's cache"):
-            self.store = Store(cache_folder(), ingredients(self.model, loaded.dtype, loaded.device))
+        self.store = Store(cache_folder(), ingredients(self.model, loaded.dtype, loaded.device))
+        self.budget = plan.budget
         self.graphs = Graphs(loaded.device) if recorded(loaded.device, loaded.dtype) else None
         self.may_build = not config.run.require_warm
         self.steps: dict[Bucket, Step] = {}
@@ -118,6 +122,8 @@ class Rounds:
         if cold:
             takes = f"takes about {clock(self.pace())}, or ahead by kimi-fx warmup"
             self.say(f"{self.lack(cold)}: each is compiled when first needed and {takes}.")
+        if all(b.nodes <= self.budget for b in self.buckets if isinstance(b, Shape)):
+            self.say(f"rounds of {self.budget + 1} nodes are in no bucket of run.nodes and run operator by operator")
         for bucket in self.buckets:
             if bucket not in cold:
                 self.call(bucket, params, pool, state)
@@ -133,7 +139,7 @@ class Rounds:
         """A bucket's function loaded and tried, built if it has to be."""
         idle = example(bucket, arguments[0], self.model)
         entry = self.store.entry(name(bucket)) or self.build(bucket, idle)
-        for compiled, found in zip(entry["arguments"], signature(arguments), strict=True):
+        for compiled, found in zip_longest(entry["arguments"], signature(arguments)):
             if compiled != found:
                 where = self.store.folder
                 raise RuntimeError(f"{name(bucket)} takes {compiled} and was given {found}: delete {where}.")
@@ -163,7 +169,8 @@ class Rounds:
     def pace(self) -> float:
         """Seconds that compiling a step takes: the mean of those built with these ingredients, else by the layers."""
         m = self.model
-        return self.store.pace() or FIXED + PER_LAYER * (m.target.layers + (m.drafter.layers if m.drafter else 0))
+        guess = FIXED + PER_LAYER * (m.target.layers + (m.drafter.layers if m.drafter else 0))
+        return self.store.pace() or guess * (UNRECORDED if self.graphs is None else 1)
 
     def cold(self) -> list[Bucket]:
         """Buckets that the store lacks, be it that of one rank: whether one is loaded is the same on all."""

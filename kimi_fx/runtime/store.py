@@ -18,10 +18,10 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 MANIFEST = "manifest.json"
@@ -29,8 +29,8 @@ BUILD = "build-"  # folders of builds that run, or were broken off
 LABEL = ("torch", "cuda", "triton", "arch")  # ingredients that the folder's name shows
 ADVICE = "set KIMI_FX_CACHE to another folder, or run.compile=false to do without"
 REASONS = {
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), f"cannot be written, {ADVICE}"),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"is on a full disk, free some space, {ADVICE}"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "cannot be written"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "is on a full disk, free some space"),
 }
 
 
@@ -62,7 +62,7 @@ class Store:
         note = self.folder / f"{name}.json"
         if not note.exists():
             return None
-        entry = read_json(note)
+        entry = read_note(note)
         files = entry.get("files", {})
         damaged = [file for file, digest in files.items() if checksum(self.folder / file) != digest]
         if files and not damaged:
@@ -70,7 +70,7 @@ class Store:
         warn(f"{self.folder / (*damaged, note.name)[0]} is damaged or gone: {name} has to be built again.")
         with told(self.folder):
             for file in (note.name, *damaged):
-                (self.folder / file).unlink(missing_ok=True)
+                remove(self.folder / file)
         return None
 
     @contextmanager
@@ -94,14 +94,14 @@ class Store:
     @contextmanager
     def workshop(self) -> Iterator[Path]:
         """A folder for builds that run at once, each in one below it; only while `building`."""
-        with tempfile.TemporaryDirectory(dir=self.folder, prefix=BUILD) as folder:
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix=BUILD, ignore_cleanup_errors=True) as folder:
             yield Path(folder)
 
-    def add(self, name: str, code: bytes, kernels: Path, **notes: Any) -> None:
-        """Keep a function, those of its kernels that no other one brought, all checksums, and the notes; only while
-        `building`. The kernels are moved to `inductor` if they were not made there."""
+    def add(self, name: str, code: bytes, kernels: Path, seconds: float, arguments: Sequence[str]) -> None:
+        """Keep a function, those of its kernels that no other one brought, all checksums, the seconds it took and the
+        arguments it takes; only while `building`. The kernels are moved to `inductor` if they were not made there."""
         write(self.code(name), code)
-        claimed = {file for note in self.folder.glob("*.json") for file in read_json(note).get("files", {})}
+        claimed = {file for note in self.folder.glob("*.json") for file in read_note(note).get("files", {})}
         files = {self.code(name).name: checksum(self.code(name))}
         for made in sorted(f for f in kernels.rglob("*") if f.is_file() and f.suffix not in (".lock", ".tmp")):
             file = self.inductor / made.relative_to(kernels)
@@ -110,7 +110,8 @@ class Store:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(made, file)
                 files[key] = checksum(file)
-        write(self.folder / f"{name}.json", json.dumps(notes | {"files": files}, indent=1).encode())
+        note = {"seconds": seconds, "arguments": list(arguments), "files": files}
+        write(self.folder / f"{name}.json", json.dumps(note, indent=1).encode())
 
     @contextmanager
     def kernel_folder(self) -> Iterator[Path]:
@@ -135,7 +136,7 @@ class Store:
 
     def pace(self) -> float | None:
         """Seconds a build took here on average."""
-        known = [entry["seconds"] for entry in map(read_json, self.folder.glob("*.json")) if "seconds" in entry]
+        known = [entry["seconds"] for entry in map(read_note, self.folder.glob("*.json")) if entry]
         return sum(known) / len(known) if known else None
 
 
@@ -158,6 +159,35 @@ def read_json(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def read_note(file: Path) -> dict[str, Any]:
+    """What `add` noted, empty where it is not of that form."""
+    note = read_json(file)
+    files, arguments = note.get("files"), note.get("arguments")
+    sound = (
+        isinstance(files, dict)
+        and f"{file.stem}.aot" in files
+        and all(key == f"{file.stem}.aot" or below(key, "inductor") for key in files)
+        and isinstance(arguments, list)
+        and all(isinstance(argument, str) for argument in arguments)
+        and isinstance(note.get("seconds"), int | float)
+    )
+    return note if sound else {}
+
+
+def below(key: str, folder: str) -> bool:
+    """Whether a path leads into the folder and stays there."""
+    parts = PurePosixPath(key).parts
+    return len(parts) > 1 and parts[0] == folder and ".." not in parts
+
+
+def remove(file: Path) -> None:
+    """A file, or a folder in its place."""
+    if file.is_dir() and not file.is_symlink():
+        shutil.rmtree(file)
+    else:
+        file.unlink(missing_ok=True)
+
+
 def checksum(file: Path) -> str:
     """SHA-256 of a file; empty where there is none."""
     try:
@@ -169,15 +199,18 @@ def checksum(file: Path) -> str:
 
 def write(file: Path, data: bytes) -> None:
     """The file appears whole, or not at all."""
+    if file.is_dir():
+        remove(file)
     with temporary(file) as out:
         out.write(data)
 
 
 @contextmanager
 def temporary(file: Path) -> Iterator[BinaryIO]:
-    """What is written takes the file's place at the end, whole, or not at all."""
+    """What is written takes the file's place at the end, whole, or not at all. Locked from before the first byte."""
     with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as out:
         try:
+            fcntl.flock(out, fcntl.LOCK_EX)
             yield out  # type: ignore[misc]
             out.flush()
             os.fsync(out.fileno())
@@ -187,17 +220,29 @@ def temporary(file: Path) -> Iterator[BinaryIO]:
             raise
 
 
+def remove_stale(folder: Path) -> None:
+    """Temporary files of writers that were killed: they have bytes, and nobody holds their lock."""
+    for file in folder.glob("*.tmp"):
+        with suppress(OSError), file.open("r+b") as left:
+            fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.stat().st_size:
+                file.unlink()
+
+
 @contextmanager
-def told(folder: Path | str) -> Iterator[None]:
+def told(folder: Path | str, advice: str = ADVICE) -> Iterator[None]:
     """A StoreError with a sentence for what a disk can refuse, however deep the error lies."""
     try:
         yield
+    except StoreError:
+        raise
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None:
             code = errno.ENOSPC if os.strerror(errno.ENOSPC) in str(cause) else getattr(cause, "errno", None)
             if code in REASONS:
-                raise StoreError(f"The artefact store {folder} {REASONS[code]} ({os.strerror(code)}).") from error
+                what = f"{REASONS[code]}, {advice} ({os.strerror(code)})"
+                raise StoreError(f"The artefact store {folder} {what}.") from error
             cause = cause.__cause__ or cause.__context__
         raise
 

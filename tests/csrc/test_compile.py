@@ -7,14 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from kimi_fx.runtime.build import ARCHS, FLAGS, source_folder
+import kimi_fx.ops
+from kimi_fx.runtime.build import ARCHS, FLAGS, library_for, source_folder
 
-SOURCES = sorted(s for folder in ("layer", "mla", "moe", "round") for s in source_folder().glob(f"{folder}/*.cu"))
+LIBRARY = library_for("sm_90a")[1]
+SOURCES = [source for source in LIBRARY if source.suffix == ".cu"]
+CALL, DEFINITION = re.compile(r"\bloaded\.(\w+)\("), re.compile(r'm\.def\(\s*"(\w+)\(')
 SHARED = {"sm_80": 163, "sm_90a": 227, "sm_120": 99}  # KiB a block may use; the launchers assert the dynamic part
 
-pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+def test_the_library_has_every_operator_that_is_called() -> None:
+    called = {name for f in Path(kimi_fx.ops.__file__).parent.glob("*.py") for name in CALL.findall(f.read_text())}
+    defined = {name for f in LIBRARY if f.suffix == ".cpp" for name in DEFINITION.findall(f.read_text())}
+    assert called == defined
+    assert len(called) == 14
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: s.stem)
 def test_compiles_without_spills(source: Path, arch: str, tmp_path: Path) -> None:

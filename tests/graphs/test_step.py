@@ -1,6 +1,7 @@
 """The round: node logits, the pool after every commit, padding, batches, one set of buffers in every shape.
 
-Every pool here is NaN wherever nothing was committed, so a stray read fails any of these tests.
+Every pool here is NaN wherever nothing was committed, so a stray read fails any of these tests. Long because one
+set of buffers serves every shape.
 """
 
 from collections.abc import Callable

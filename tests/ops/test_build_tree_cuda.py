@@ -180,7 +180,7 @@ def test_no_request_makes_no_tree(depths: int) -> None:
 def test_shapes_that_disagree_are_refused(which: str) -> None:
     call = {name: torch.ones(2, dtype=torch.long, device="cuda") for name in ("anchor", "budget", "width")}
     call[which] = call[which].repeat(2)
-    with pytest.raises(RuntimeError, match=rf"{which}: wanted \[2\], found \[4\]"):
+    with pytest.raises(ValueError, match=rf"takes {which} of shape \[B\] = \[2\] .* found \[4\]"):
         build_tree(torch.zeros(2, 3, 50, device="cuda"), *call.values(), 8, 8)
 
 

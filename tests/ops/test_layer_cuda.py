@@ -144,9 +144,11 @@ def test_sizes_of_a_large_model(T: int) -> None:
 
 
 @pytest.mark.parametrize("T", [1, 13, 128])
-def test_every_operator_is_one_launch(T: int) -> None:
+def test_launches(T: int) -> None:
+    """One an operator, and one for the norm of many rows."""
     for case in of_a_large_model(T):
-        assert launches(lambda case=case: getattr(KERNELS, case.name)(*case.args)) == 1, case.name
+        kernels = launches(lambda case=case: getattr(KERNELS, case.name)(*case.args))
+        assert len(kernels) == 1 + (T > 16 and "norm" in case.name), f"{case.name}: {kernels}"
 
 
 @pytest.mark.parametrize("T", [1, 16, 128])

@@ -144,6 +144,7 @@ def test_any_shape(T: int, E: int, k: int, D: int, inner: int, spread: int, padd
         (16, 384, 8, 7168, 256),
         (64, 48, 8, 7168, 256),
         (16, 16, 8, 7168, 2048),
+        (40, 12, 4, 7168, 256),
         (2048, 16, 8, 1024, 256),
         (4096, 8, 2, 256, 64),
     ],
@@ -176,6 +177,14 @@ def test_every_code_the_same(words: int) -> None:
         check_moe(x, experts, ids, weights)
     else:
         assert run(x, experts, ids, weights).abs().max() < 1e-5  # codes may be biased in the products
+
+
+@pytest.mark.parametrize("T", [9, 100, 400])
+@pytest.mark.parametrize("size", [2.0**-20, 2.0**20])
+def test_activations_of_other_sizes(T: int, size: float) -> None:
+    """Small enough and large enough that a scale applied to them would show."""
+    x, weights = inputs(T, 512, 2, seed=0)
+    check_moe(x * size, make_experts(24, 512, 128), draw_ids(T, 24, 2, 24, seed=0), weights)
 
 
 @pytest.mark.parametrize("which", [1, 3])

@@ -15,6 +15,7 @@ from kimi_fx.graphs.state import Shape, slots
 from kimi_fx.graphs.step import ddtree_step
 from kimi_fx.runtime import builders
 from kimi_fx.runtime.buckets import name
+from kimi_fx.runtime.compiled import short_messages
 from oracles.toys import random_pair
 
 PLAIN = Shape(1, 1, 1, 1)
@@ -65,3 +66,16 @@ def test_a_build_that_fails_says_so(engine: Engine, monkeypatch: pytest.MonkeyPa
     with torch.no_grad(), pytest.raises(Exception, match="[Ss]hape|size|dimension"):
         list(builders.in_parallel(rounds, engine.loaded.params, [PLAIN], 1))
     assert rounds.store.entry(name(PLAIN)) is None and not list(rounds.store.folder.glob("build-*"))
+
+
+def test_operands_are_not_spelled_out_while_compiling() -> None:
+    from torch._inductor.exc import OperatorIssue
+
+    class Deep:
+        def __str__(self) -> str:
+            raise AssertionError("spelled out")
+
+    with short_messages():
+        assert OperatorIssue.operator_str("kimi_fx::linear_add", [Deep()], {}) == "kimi_fx::linear_add"
+    with pytest.raises(AssertionError):
+        OperatorIssue.operator_str("kimi_fx::linear_add", [Deep()], {})

@@ -22,8 +22,8 @@ def test_a_cpu_has_no_near_ranks() -> None:
     assert found.mesh.near is False and found.device == "cpu"
     with pytest.raises(ValueError, match="mesh.near=true, but the ranks are on a CPU: leave it out"):
         settled(load_config(["device=cpu", "mesh.tp=2", "mesh.near=true"]), TWO)
-    alone = load_config(["mesh.near=true"])
-    assert settled(alone, Place(0, 1, 0)) == alone
+    with pytest.raises(ValueError, match="mesh.near=true, but there is one rank: leave it out"):
+        settled(load_config(["mesh.near=true"]), Place(0, 1, 0))
 
 
 def test_what_keeps_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +70,8 @@ def test_a_sum_costs_what_it_adds() -> None:
 
 
 def test_the_benchmark_needs_linked_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="bench sums compares two ways to sum on CUDA devices joined by NVLink"):
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="needs mesh.tp=2 or more and as many CUDA devices, found 1"):
         run(["mesh.tp=2"])
     with pytest.raises(ValueError, match="wanted|tokens"):
         run(["tokens=[0]"])

@@ -26,6 +26,7 @@ from kimi_fx.graphs.state import Shape
 from kimi_fx.runtime.buckets import Chunk, name
 from kimi_fx.runtime.compiled import signature
 from kimi_fx.runtime.load import Loaded
+from kimi_fx.runtime.rounds import wanted
 from oracles.toys import random_pair
 
 Make = Callable[..., Engine]
@@ -47,7 +48,10 @@ def make(small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make
         traced(*arguments)
         return traced
 
-    monkeypatch.setattr(kimi_fx.runtime.rounds, "compile_step", lambda _, a, __: (b"", {"arguments": signature(a)}))
+    def compile_step(_: Any, arguments: Any, __: Any) -> tuple[bytes, dict[str, Any]]:
+        return b"", {"seconds": 1.0, "arguments": signature(arguments)}
+
+    monkeypatch.setattr(kimi_fx.runtime.rounds, "compile_step", compile_step)
     monkeypatch.setattr(kimi_fx.runtime.rounds, "load_step", load_step)
 
     def engine(*overrides: str, compiled: bool = True) -> Engine:
@@ -120,7 +124,7 @@ def test_a_cold_start_says_so_and_a_warm_one_nothing(make: Make, capsys: Any) ->
 
     cold = start()
     said = capsys.readouterr().err
-    assert re.search("4 of 4 compiled steps are not in .*nothing is in .* takes about 9 s, or ahead by", said)
+    assert re.search("4 of 4 compiled steps are not in .*nothing is in .* takes about 36 s, or ahead by", said)
     cold.generate([1, 2], max_tokens=9, budget=15, **HOW)
     said = capsys.readouterr().err.splitlines()
     built = {name(Chunk(64)), name(Shape(1, 16, 8, 15))}
@@ -174,3 +178,8 @@ engine.generate([1, 2], max_tokens=2)
 assert not {"torch._dynamo", "torch._inductor"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_requiring_what_is_not_in_use() -> None:
+    with pytest.raises(ValueError, match="none are in use: set run.compile=true"):
+        wanted(load_config(["run.require_warm=true"]), torch.device("cpu"), torch.float32)

@@ -80,6 +80,48 @@ def test_a_damaged_entry_is_built_again_with_a_warning(store: Store, capsys: Any
     assert fill(store).entry("round") is not None
 
 
+NOTE = {"seconds": 1.0, "arguments": ["float32 [2]"], "files": {"round.aot": ""}}
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        {"files": ["round.aot"]}, {"files": {}}, {"files": 3}, {"seconds": "40"}, {"seconds": None},
+        {"arguments": None}, {"arguments": "float32"}, {"arguments": [1]},
+    ],
+)  # fmt: skip
+def test_notes_of_another_form_are_damage(store: Store, capsys: Any, harm: dict[str, Any]) -> None:
+    fill(store, "sound", 60.0)
+    (store.folder / "round.json").write_text(json.dumps(NOTE | harm))
+    assert store.pace() == 60
+    fill(store, "other")
+    assert store.entry("round") is None and "round.json is damaged or gone" in capsys.readouterr().err
+    assert fill(store).entry("round") is not None and store.entry("sound") is not None
+
+
+@pytest.mark.parametrize("file", ["round.json", "round.aot", "inductor/ab/round.so"])
+def test_a_folder_in_place_of_a_file_is_damage(store: Store, capsys: Any, file: str) -> None:
+    (store.folder / file).unlink()
+    (store.folder / file / "below").mkdir(parents=True)
+    assert store.entry("round") is None and f"{file} is damaged or gone" in capsys.readouterr().err
+    assert fill(store).entry("round") is not None
+    (store.folder / "round.json").unlink()
+    (store.folder / "round.aot").unlink()
+    (store.folder / "round.aot").mkdir()
+    assert fill(store).entry("round") is not None
+
+
+@pytest.mark.parametrize("key", ["{root}/kept", "../kept", "inductor/../../kept", "sound.aot", ".", "", "inductor"])
+def test_nothing_outside_is_removed(store: Store, capsys: Any, key: str) -> None:
+    fill(store, "sound")
+    kept = store.root / "kept"
+    kept.write_text("kept")
+    files = {"round.aot": "", key.format(root=store.root): ""}
+    (store.folder / "round.json").write_text(json.dumps(NOTE | {"files": files}))
+    assert store.entry("round") is None and "round.json is damaged" in capsys.readouterr().err
+    assert kept.read_text() == "kept" and store.entry("sound") is not None
+
+
 def test_a_copy_elsewhere_is_as_good(store: Store, tmp_path: Path) -> None:
     shutil.copytree(store.root, tmp_path / "copy")
     assert Store(tmp_path / "copy", WORDS).entry("round") is not None
@@ -170,7 +212,7 @@ def share(root: Path, builds: Any, die: bool) -> None:
                     os._exit(1)
                 builds.put(name)
                 with store.workshop() as kernels:
-                    store.add(name, CODE, kernels, seconds=1.0)
+                    store.add(name, CODE, kernels, seconds=1.0, arguments=[])
 
 
 def test_processes_share_an_empty_folder(tmp_path: Path) -> None:
