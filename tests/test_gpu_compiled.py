@@ -30,7 +30,8 @@ from kimi_fx.runtime.load import load
 
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
-SETTINGS = ["device=cuda", "run.batch=2", "run.nodes=[1,16]", "run.chunk=64", "cache.max_len=512"]
+SETTINGS = ["device=cuda", "run.batch=2", "run.chunk=64", "cache.max_len=512"]
+NODES = {"float32": "run.nodes=[16]", "bfloat16": "run.nodes=[1,16]"}
 STARTS_IN = 10  # seconds, weights, kernels and graphs of kimi-nano
 INSIDE = ("draft_kernel", "build_kernel", "mla::", "moe::", "walk_kernel", "copy_kernel")  # in our kernels' names
 KINDS: list[dict[str, Any]] = [
@@ -56,17 +57,17 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setenv("KIMI_FX_CACHE", str(cache))
-        words = [*SETTINGS, f"dtype={request.param}", "run.compile=true"]
+        words = [*SETTINGS, NODES[request.param], f"dtype={request.param}", "run.compile=true"]
         config = load_config(words)
         loaded = load(config, progress=False)
         compiled = Engine(config, loaded)
-        assert compiled.rounds is not None and len(compiled.rounds.buckets) == 5
+        assert compiled.rounds is not None and len(compiled.rounds.buckets) == (3 if request.param == "float32" else 5)
         build_all(compiled.rounds, loaded.params)
         compiled.rounds.load_all(loaded.params, compiled.pool, compiled.state)
         if request.param == "float32":
             return Both(compiled, Engine(load_config([*words, "run.compile=false"]), loaded), cache)
         plain = Engine(config, loaded)
-        plain.rounds.graphs, plain.lag, plain.rounds.steps = None, 0, dict(compiled.rounds.steps)
+        plain.rounds.graphs, plain.rounds.steps = None, dict(compiled.rounds.steps)
     return Both(compiled, plain, cache)
 
 
@@ -92,37 +93,34 @@ def test_every_kind_of_request_is_as_eager(both: Both, held_out: list[list[int]]
 
 
 def test_300_rounds_of_requests_that_join_leave_and_are_cancelled(both: Both, held_out: list[list[int]]) -> None:
-    """In a pool that is NaN wherever nothing was committed; after the first rounds no more memory is taken."""
-    rng, engine = np.random.default_rng(1), both.compiled
-    for leaf in tree_leaves(engine.pool):
+    """Both engines get the same requests before the same steps: in bf16 what a request gets hangs on its neighbours
+    too. In a pool that is NaN wherever nothing was committed; after the first rounds no more memory is taken."""
+    rng, engines = np.random.default_rng(1), (both.compiled, both.plain)
+    for leaf in (leaf for engine in engines for leaf in tree_leaves(engine.pool)):
         leaf.fill_(torch.nan)
-    asked: dict[int, tuple[Any, ...]] = {}
-    found: dict[int, list[int]] = {}
-    cancelled, steps, memory, loaded = set(), 0, [], dict(engine.rounds.steps)
-    while steps < 300 or engine.busy:
-        if steps < 300 and len(engine.waiting) < 2:
+    came: tuple[list[Any], list[Any]] = ([], [])
+    steps, rounds, cancelled = 0, 300 if both.compiled.lag else 60, 0
+    memory, loaded = [], dict(both.compiled.rounds.steps)
+    while steps < rounds or both.compiled.busy:
+        if steps < rounds and len(both.compiled.waiting) < 2:
             kind = KINDS[int(rng.integers(4))] | {"seed": steps}
             params = SamplingParams(max_tokens=int(rng.integers(1, 50)), ignore_eos=True, **kind)
             prompt = held_out[steps % 96][: int(rng.integers(1, 128))]
-            how = (prompt, params, str(rng.choice(["plain", "chain", "tree"])))
-            asked[engine.add(*how)] = how
-        if engine.seated and rng.random() < 0.05:
-            cancelled.add(engine.seated[-1].id)
-            engine.cancel(engine.seated[-1].id)
-        for delta in engine.step():
-            found.setdefault(delta.request, []).extend(delta.token_ids)
+            mode = str(rng.choice(["plain", "chain", "tree"]))
+            for engine in engines:
+                engine.add(prompt, params, mode)
+        if both.compiled.seated and rng.random() < 0.05:
+            cancelled += 1
+            for engine in engines:
+                engine.cancel(engine.seated[-1].id)
+        for engine, deltas in zip(engines, came, strict=True):
+            deltas += [(steps, delta.token_ids, delta.finish_reason) for delta in engine.step()]
         steps += 1
-        if steps in (150, 300):
+        if steps in (rounds // 2, rounds):
             memory.append(torch.cuda.memory_allocated())
-    assert len(asked) > 20 and cancelled and memory[0] == memory[1]
-    assert engine.rounds.steps == loaded
-    for request, how in asked.items():
-        alone: list[int] = []
-        both.plain.add(*how)
-        while both.plain.busy:
-            alone += [t for delta in both.plain.step() for t in delta.token_ids]
-        ours = found.get(request, [])
-        assert ours == (alone[: len(ours)] if request in cancelled else alone), how
+    assert memory[0] == memory[1] and both.compiled.rounds.steps == loaded
+    assert came[0] == came[1] and not both.plain.busy
+    assert cancelled and sum(reason == "length" for *_, reason in came[0]) > rounds // 15
 
 
 def test_one_launch_a_round(captured: Engine, held_out: list[list[int]]) -> None:
@@ -133,7 +131,7 @@ def test_one_launch_a_round(captured: Engine, held_out: list[list[int]]) -> None
         engine.add(prompt[:40], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))
     for _ in range(8):
         engine.step()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as trace:
         for _ in range(rounds):
             engine.step()
     for request in [*engine.seated]:
@@ -166,7 +164,8 @@ def test_captured_in_another_order(captured: Engine, held_out: list[list[int]]) 
 
 def test_another_process_traces_nothing(both: Both) -> None:
     """Every kind of request in every bucket, under a ban on tracing."""
-    words = [*SETTINGS, f"dtype={(dtype := str(both.plain.loaded.dtype).removeprefix('torch.'))}"]
+    dtype = str(both.plain.loaded.dtype).removeprefix("torch.")
+    words = [*SETTINGS, NODES[dtype], f"dtype={dtype}"]
     settings = {"KIMI_FX_CACHE": str(both.cache), "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     gc.collect()
     done = subprocess.run(
