@@ -16,11 +16,8 @@ import pytest
 import torch
 
 import kimi_fx
-from kimi_fx.compose import load_config
 from kimi_fx.engine import Engine
 from kimi_fx.runtime.build import library_for, load_kernels, own_arch
-from kimi_fx.runtime.load import load
-from kimi_fx.validate import judge
 from oracles import ranks
 from oracles.processes import wait_for_end
 
@@ -35,7 +32,7 @@ SETTINGS = ["device=cuda", "run.batch=1", "run.nodes=[16]", "run.chunk=64", "cac
 COMPILED = ["run.compile=true", "run.require_warm=true"]
 STEPS = 2  # that are compiled: one round, one prefill
 TWO = ["mesh.tp=2", "mesh.check=true", "mesh.timeout=30"]
-HOW: dict[str, Any] = {"max_tokens": 32, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+HOW: dict[str, Any] = {"max_tokens": 32, "temperature": 0, "ignore_eos": True}
 SOON = 15  # seconds in which all ranks must have ended
 
 
@@ -118,12 +115,16 @@ def test_one_fails_and_all_end_through_nccl(tmp_path: Path) -> None:
     all_end(tmp_path, "mesh.near=false")
 
 
+def text(g: dict[str, torch.Tensor]) -> list[int]:
+    return g["greedy"][: HOW["max_tokens"]].tolist()
+
+
 def test_fp32_ids_are_hugging_faces_through_nccl(golden: list[dict[str, torch.Tensor]]) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     engine = Engine.load([*SETTINGS, *TWO, "run.batch=2", "dtype=float32", "mesh.near=false"], progress=False)
     results = engine.generate([g["prompt"].tolist() for g in golden[:4]], mode="tree", **HOW)
     for g, result in zip(golden, results, strict=False):
-        assert list(result.outputs[0].token_ids) == g["greedy"][: HOW["max_tokens"]].tolist()
+        assert list(result.outputs[0].token_ids) == text(g)
     assert engine.ranks is not None
     engine.ranks.close()
 
@@ -133,19 +134,22 @@ def test_one_fails_and_all_end_in_a_graph(tmp_path: Path, warm: None) -> None:
     all_end(tmp_path, *COMPILED)
 
 
-def test_bf16_is_one_ranks_but_at_near_ties(golden: list[dict[str, torch.Tensor]], warm: None) -> None:
-    """Compiled, captured and near, and twice the same."""
-    prompts = [g["prompt"].tolist() for g in golden[:4]]
-    alone = load_config(SETTINGS)
-    plain = Engine(alone, load(alone, progress=False)).generate(prompts, mode="plain", **HOW)
+def test_bf16_ids_are_hugging_faces_where_those_are_clear(golden: list[dict[str, torch.Tensor]], warm: None) -> None:
+    """Compiled, captured and near, and twice the same. Where two fp32 logits lie within 0.1, rounding may turn a token
+    to another expert and so decide: there one rank in bf16 differs as well."""
+    prompts = [g["prompt"].tolist() for g in golden[:12]]
     engine = Engine.load([*SETTINGS, *TWO, *COMPILED], progress=False)
     assert engine.ranks is not None and engine.config.mesh.near
     (follower,) = engine.ranks.followers
-    runs = [engine.generate(prompts, mode=mode, **HOW) for mode in ("plain", "tree", "tree")]
-    verdicts = [verdict for run in runs for verdict in judge("two ranks", plain, run, exact=False)]
-    assert all(verdict.good for verdict in verdicts), "\n".join(map(str, verdicts))
-    assert [r.outputs[0].token_ids for r in runs[1]] == [r.outputs[0].token_ids for r in runs[2]]
-    assert sum(r.outputs[0].stats.eager_steps for run in runs for r in run) == 0
+    results = {mode: engine.generate(prompts, mode=mode, **HOW) for mode in ("plain", "tree")}
+    again = engine.generate(prompts, mode="tree", **HOW)
+    assert [r.outputs[0].token_ids for r in results["tree"]] == [r.outputs[0].token_ids for r in again]
+    for mode, run in results.items():
+        found = [
+            list(r.outputs[0].token_ids) == text(g) for g, r in zip(golden, run, strict=False) if g["min_gap"] > 0.1
+        ]
+        assert found == [True] * 4, mode
+        assert sum(r.outputs[0].stats.eager_steps for r in run) == 0
     del engine
     gc.collect()
     assert follower.poll() == 0

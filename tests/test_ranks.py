@@ -194,6 +194,25 @@ def test_the_first_is_killed(tmp_path: Path) -> None:
     first.stdout.close()
 
 
+STUCK = """
+import atexit, time
+from kimi_fx.runtime.ranks import end_at_once
+
+class Device:
+    def __del__(self, wait=time.sleep):
+        wait(100)
+
+device = Device()
+atexit.register(end_at_once, 3, None)
+print("said", end="")
+"""
+
+
+def test_an_end_that_waits_for_no_device() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "said", "")
+
+
 def test_engine_in_the_calling_process(alone: dict[str, Any]) -> None:
     """Requests that are added, cancelled and left unread reach all ranks, and the ranks end with the engine."""
     engine = Engine.load([*FP32, "mesh.tp=2", "mesh.check=true", "mesh.timeout=60"], progress=False)
