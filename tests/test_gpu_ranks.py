@@ -112,7 +112,7 @@ def all_end(folder: Path, *settings: str) -> None:
 
 
 def test_one_fails_and_all_end_through_nccl(tmp_path: Path) -> None:
-    all_end(tmp_path, "mesh.near=false")
+    all_end(tmp_path, "mesh.near=false", "run.compile=false")
 
 
 def text(g: dict[str, torch.Tensor]) -> list[int]:
