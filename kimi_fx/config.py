@@ -172,7 +172,7 @@ class Run:
     """Prompt tokens prefilled at once at most."""
     threads: int | None = None
     """CPU threads; null: as torch finds them, shared among the ranks."""
-    compile: bool | None = False
+    compile: bool | None = None
     """Run every step as one function compiled ahead (`kimi-fx warmup`); null: in bf16 on CUDA, unless ops=reference."""
     nodes: tuple[int, ...] | None = None
     """Nodes a round is compiled for, of 1, 8, 16, 32, 64, 128; null: 1 and what step.budget needs."""

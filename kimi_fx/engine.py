@@ -375,7 +375,8 @@ class Engine:
         return TokenLogprob(token, e.logprob[i][j], text, tuple((a, b) for a, b in top if a >= 0))
 
     def _dismiss(self) -> None:
-        """Free the slots and pages of requests that ended; the last row moves into each hole."""
+        """Free the slots and pages of requests that ended; the last row moves into each hole. Nobody reads a step that
+        only they were part of."""
         for i in reversed(range(len(self.seated))):
             if self.seated[i].finish is not None:
                 self.pages.give(self.seated[i].pages)
@@ -384,6 +385,7 @@ class Engine:
                     self.seated[i] = last
                     move(self.state, len(self.seated), i)
                 vacate(self.state, len(self.seated))
+        self.flights = deque(f for f in self.flights if any(r.finish is None for _, r in f.rows))
 
     def _collect(self, requests: list[Request]) -> Iterator[Delta]:
         inbox: deque[Delta] = deque()

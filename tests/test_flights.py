@@ -7,11 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import kimi_fx.engine
 from kimi_fx import SamplingParams
 from kimi_fx.compose import load_config
 from kimi_fx.engine import Engine
+from kimi_fx.graphs.pytree import tree_leaves
+from kimi_fx.graphs.state import Emitted
+from kimi_fx.runtime.flight import in_one_piece
 from kimi_fx.runtime.load import Loaded
 from oracles.toys import byte_tokenizer, engine_of, random_pair, scripted, story, toy
 
@@ -36,7 +40,20 @@ def behind(engine: Engine) -> Engine:
 
 def assert_idle(engine: Engine) -> None:
     assert sorted(engine.pages.free) == list(range(engine.pages.count))
-    assert not engine.busy and not engine.inbox and not engine.state.active.any() and not engine.state.length.any()
+    assert not (engine.busy or engine.flights or engine.inbox)
+    assert not engine.state.active.any() and not engine.state.length.any()
+
+
+@pytest.mark.parametrize(("B", "A"), [(1, 1), (1, 8), (3, 5)])
+def test_what_is_emitted_lies_in_one_piece(B: int, A: int) -> None:
+    ids, floats = (lambda *shape: torch.randint(99, shape)), torch.rand
+    emitted = Emitted(
+        ids(B, A), ids(B), ids(B, A), ids(B), floats(B, A), ids(B, A, 20), floats(B, A, 20), ids(B)
+    )  # fmt: skip
+    found = in_one_piece(emitted)
+    for leaf, piece in zip(tree_leaves(emitted), tree_leaves(found), strict=True):
+        assert torch.equal(leaf, piece) and leaf.dtype == piece.dtype
+    assert len({piece.untyped_storage().data_ptr() for piece in tree_leaves(found)}) == 1
 
 
 def test_requests_that_join_leave_and_are_cancelled(small: Loaded) -> None:

@@ -30,7 +30,8 @@ from kimi_fx.runtime.load import load
 
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
-SETTINGS = ["device=cuda", "run.batch=2", "run.nodes=[1,16]", "run.chunk=64", "cache.max_len=512"]
+SETTINGS = ["device=cuda", "run.batch=2", "run.chunk=64", "cache.max_len=512"]
+NODES = {"float32": "run.nodes=[16]", "bfloat16": "run.nodes=[1,16]"}
 STARTS_IN = 10  # seconds, weights, kernels and graphs of kimi-nano
 INSIDE = ("draft_kernel", "build_kernel", "mla::", "moe::", "walk_kernel", "copy_kernel")  # in our kernels' names
 KINDS: list[dict[str, Any]] = [
@@ -50,90 +51,86 @@ class Both:
     cache: Path
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+captured = pytest.mark.parametrize("both", ["bfloat16"], indirect=True)  # in fp32 nothing is
+
+
+@pytest.fixture(scope="module")
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
     torch.backends.cuda.matmul.allow_tf32 = False
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setenv("KIMI_FX_CACHE", str(cache))
-        words = [*SETTINGS, f"dtype={request.param}", "run.compile=true"]
+        words = [*SETTINGS, NODES[request.param], f"dtype={request.param}", "run.compile=true"]
         config = load_config(words)
         loaded = load(config, progress=False)
         compiled = Engine(config, loaded)
-        assert compiled.rounds is not None and len(compiled.rounds.buckets) == 5
+        assert compiled.rounds is not None and len(compiled.rounds.buckets) == (3 if request.param == "float32" else 5)
         build_all(compiled.rounds, loaded.params)
         compiled.rounds.load_all(loaded.params, compiled.pool, compiled.state)
         if request.param == "float32":
             return Both(compiled, Engine(load_config([*words, "run.compile=false"]), loaded), cache)
         plain = Engine(config, loaded)
-        plain.rounds.graphs, plain.lag, plain.rounds.steps = None, 0, dict(compiled.rounds.steps)
+        plain.rounds.graphs, plain.rounds.steps = None, dict(compiled.rounds.steps)
     return Both(compiled, plain, cache)
 
 
-@pytest.fixture(scope="module")
-def captured(both: Both) -> Engine:
-    if both.compiled.rounds.graphs is None:
-        pytest.skip("in fp32 nothing is captured")
-    return both.compiled
-
-
-def texts(engine: Engine, prompts: list[list[int]], **fields: Any) -> list[tuple[int, ...]]:
-    params = [SamplingParams(max_tokens=40, ignore_eos=True, **KINDS[i % 4]) for i in range(len(prompts))]
+def texts(engine: Engine, prompts: list[list[int]], tokens: int = 40, **fields: Any) -> list[tuple[int, ...]]:
+    params = [SamplingParams(max_tokens=tokens, ignore_eos=True, **KINDS[i % 4]) for i in range(len(prompts))]
     return [r.outputs[0].token_ids for r in engine.generate(prompts, params, **fields)]
 
 
-def test_every_kind_of_request_is_as_eager(both: Both, held_out: list[list[int]]) -> None:
+@pytest.mark.parametrize(("both", "tokens"), [("float32", 12), ("bfloat16", 40)], indirect=["both"])
+def test_every_kind_of_request_is_as_eager(tokens: int, both: Both, held_out: list[list[int]]) -> None:
     """Eight requests of two slots join and leave, in every mode, read one round behind."""
     prompts = [p[: 20 + 9 * i] for i, p in enumerate(held_out[:8])]
     for mode in ("tree", "chain", "plain"):
-        ours = texts(both.compiled, prompts, mode=mode)
-        assert ours == texts(both.compiled, prompts, mode=mode) == texts(both.plain, prompts, mode=mode)
+        ours = texts(both.compiled, prompts, tokens, mode=mode)
+        assert ours == texts(both.compiled, prompts, tokens, mode=mode) == texts(both.plain, prompts, tokens, mode=mode)
     assert not both.compiled.flights
 
 
+@captured
 def test_300_rounds_of_requests_that_join_leave_and_are_cancelled(both: Both, held_out: list[list[int]]) -> None:
-    """In a pool that is NaN wherever nothing was committed; after the first rounds no more memory is taken."""
-    rng, engine = np.random.default_rng(1), both.compiled
-    for leaf in tree_leaves(engine.pool):
+    """Both engines get the same requests before the same steps: in bf16 what a request gets hangs on its neighbours
+    too. In a pool that is NaN wherever nothing was committed; after the first rounds no more memory is taken."""
+    rng, engines = np.random.default_rng(1), (both.compiled, both.plain)
+    for leaf in (leaf for engine in engines for leaf in tree_leaves(engine.pool)):
         leaf.fill_(torch.nan)
-    asked: dict[int, tuple[Any, ...]] = {}
-    found: dict[int, list[int]] = {}
-    cancelled, steps, memory, loaded = set(), 0, [], dict(engine.rounds.steps)
-    while steps < 300 or engine.busy:
-        if steps < 300 and len(engine.waiting) < 2:
+    came: tuple[list[Any], list[Any]] = ([], [])
+    steps, rounds, cancelled = 0, 300, 0
+    memory, loaded = [], dict(both.compiled.rounds.steps)
+    while steps < rounds or both.compiled.busy:
+        if steps < rounds and len(both.compiled.waiting) < 2:
             kind = KINDS[int(rng.integers(4))] | {"seed": steps}
             params = SamplingParams(max_tokens=int(rng.integers(1, 50)), ignore_eos=True, **kind)
             prompt = held_out[steps % 96][: int(rng.integers(1, 128))]
-            how = (prompt, params, str(rng.choice(["plain", "chain", "tree"])))
-            asked[engine.add(*how)] = how
-        if engine.seated and rng.random() < 0.05:
-            cancelled.add(engine.seated[-1].id)
-            engine.cancel(engine.seated[-1].id)
-        for delta in engine.step():
-            found.setdefault(delta.request, []).extend(delta.token_ids)
+            mode = str(rng.choice(["plain", "chain", "tree"]))
+            for engine in engines:
+                engine.add(prompt, params, mode)
+        if both.compiled.seated and rng.random() < 0.05:
+            cancelled += 1
+            for engine in engines:
+                engine.cancel(engine.seated[-1].id)
+        for engine, deltas in zip(engines, came, strict=True):
+            deltas += [(steps, delta.token_ids, delta.finish_reason) for delta in engine.step()]
         steps += 1
-        if steps in (150, 300):
+        if steps in (rounds // 2, rounds):
             memory.append(torch.cuda.memory_allocated())
-    assert len(asked) > 20 and cancelled and memory[0] == memory[1]
-    assert engine.rounds.steps == loaded
-    for request, how in asked.items():
-        alone: list[int] = []
-        both.plain.add(*how)
-        while both.plain.busy:
-            alone += [t for delta in both.plain.step() for t in delta.token_ids]
-        ours = found.get(request, [])
-        assert ours == (alone[: len(ours)] if request in cancelled else alone), how
+    assert memory[0] == memory[1] and both.compiled.rounds.steps == loaded
+    assert came[0] == came[1] and not both.plain.busy
+    assert cancelled and sum(reason == "length" for *_, reason in came[0]) > rounds // 15
 
 
-def test_one_launch_a_round(captured: Engine, held_out: list[list[int]]) -> None:
+@captured
+def test_one_launch_a_round(both: Both, held_out: list[list[int]]) -> None:
     """Drafter, tree and target are inside it; between two the card does nothing but copy results."""
-    engine, rounds = captured, 10
+    engine, rounds = both.compiled, 10
     assert engine.lag == 1
     for prompt in held_out[:2]:
         engine.add(prompt[:40], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))
     for _ in range(8):
         engine.step()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as trace:
         for _ in range(rounds):
             engine.step()
     for request in [*engine.seated]:
@@ -154,19 +151,22 @@ def test_one_launch_a_round(captured: Engine, held_out: list[list[int]]) -> None
         assert not [piece for piece in INSIDE if not any(piece in name for name in ours)]
 
 
-def test_captured_in_another_order(captured: Engine, held_out: list[list[int]]) -> None:
-    other = Engine(captured.config, captured.loaded)
-    other.rounds.steps = captured.rounds.steps
+@captured
+def test_captured_in_another_order(both: Both, held_out: list[list[int]]) -> None:
+    first = both.compiled
+    other = Engine(first.config, first.loaded)
+    other.rounds.steps = first.rounds.steps
     with torch.no_grad():
-        for bucket in reversed(captured.rounds.calls):
+        for bucket in reversed(first.rounds.calls):
             other.rounds.call(bucket, other.loaded.params, other.pool, other.state)
     prompts = [p[:30] for p in held_out[:6]]
-    assert texts(other, prompts) == texts(captured, prompts)
+    assert texts(other, prompts) == texts(first, prompts)
 
 
+@captured
 def test_another_process_traces_nothing(both: Both) -> None:
     """Every kind of request in every bucket, under a ban on tracing."""
-    words = [*SETTINGS, f"dtype={(dtype := str(both.plain.loaded.dtype).removeprefix('torch.'))}"]
+    words = [*SETTINGS, NODES["bfloat16"], "dtype=bfloat16"]
     settings = {"KIMI_FX_CACHE": str(both.cache), "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     gc.collect()
     done = subprocess.run(
@@ -179,8 +179,4 @@ def test_another_process_traces_nothing(both: Both) -> None:
     assert served["graphs"] == 0 and served["loaded"] == served["buckets"] == every
     assert served["called"] == every and served["backend"] == "cuda compiled"
     assert served["again"] and not served["growth"] and served["start"] < STARTS_IN
-    if dtype == "float32":
-        for kind, runs in served["expected"].items():
-            if kind != "eager":
-                assert [ids for ids, _ in served["found"][kind]] == [ids for ids, _ in runs], kind
     assert served["found"]["eager"] == 0

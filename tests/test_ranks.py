@@ -29,6 +29,7 @@ from kimi_fx.graphs.pytree import tree_leaves
 from kimi_fx.runtime.load import Loaded, prepare
 from kimi_fx.runtime.watch import Watch
 from oracles import ranks
+from oracles.processes import state, wait_for_end
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one process sets up for all
 
@@ -162,8 +163,7 @@ def test_one_fails_and_all_end(how: str, tmp_path: Path) -> None:
     assert CAUSES[how] in said.decode() and "Traceback" not in said.decode()
     assert first.returncode == code
     assert all(ended - float(at) < SOON for at in failed) and len(failed) == (how != "interrupted")
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid), 0)
+    assert state(int(pid)) == ""  # its parent has asked for its exit code
 
 
 def test_building_is_not_a_steps_time() -> None:
@@ -190,11 +190,27 @@ def test_the_first_is_killed(tmp_path: Path) -> None:
     first.stdout.read(8)
     first.kill()
     first.wait()
-    last = time.monotonic() + SOON
-    while os.path.exists(f"/proc/{int(file.read_text())}") and time.monotonic() < last:
-        time.sleep(0.1)
-    assert not os.path.exists(f"/proc/{int(file.read_text())}")
+    wait_for_end(int(file.read_text()), time.time() + SOON)
     first.stdout.close()
+
+
+STUCK = """
+import atexit, time
+from kimi_fx.runtime.ranks import end_at_once
+
+class Device:
+    def __del__(self, wait=time.sleep):
+        wait(100)
+
+device = Device()
+atexit.register(end_at_once, 3, None)
+print("said", end="")
+"""
+
+
+def test_an_end_that_waits_for_no_device() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "said", "")
 
 
 def test_engine_in_the_calling_process(alone: dict[str, Any]) -> None:

@@ -1,12 +1,15 @@
 // silu(gate) up of a normed input, as an MLP begins.
 
 #include "launch.h"
+#include "norm_rows.h"
 #include "store.h"
 
 namespace kimi_fx::layer {
 namespace {
 
+template <bool Normed>
 struct GateUp : Plain {
+    static constexpr bool kNormed = Normed;
     Shape shape;
     const __nv_bfloat16 *x, *g, *w;
     __nv_bfloat16* out;
@@ -31,13 +34,21 @@ struct GateUp : Plain {
     }
 };
 
+template <bool Normed>
+GateUp<Normed> gate_up(const GateUpParams& p) {
+    GateUp<Normed> op;
+    op.shape = {p.T, p.D, 0, 0, 0, p.eps};
+    op.x = Normed ? p.x : p.h, op.g = p.norm, op.w = p.w, op.out = p.out, op.I = p.I;
+    return op;
+}
+
 }  // namespace
 
 cudaError_t launch_gate_up(const GateUpParams& p, const Chip& chip) {
-    GateUp op;
-    op.shape = {p.T, p.D, 0, 0, 0, p.eps};
-    op.x = p.x, op.g = p.norm, op.w = p.w, op.out = p.out, op.I = p.I;
-    return launch<16, 32, 1>(op, chip);
+    if (p.T <= kFew) return launch_few<16, 32>(gate_up<true>(p), chip);
+    cudaError_t error = launch_norm_rows({p.x, p.norm, p.h, p.T, p.D, p.eps}, chip);
+    if (error != cudaSuccess) return error;
+    return launch_many(gate_up<false>(p), chip);
 }
 
 }  // namespace kimi_fx::layer

@@ -57,17 +57,28 @@ __device__ inline void wait_for_groups(int open) {
     }
 }
 
+// Into the L2.
+__device__ inline void warm(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+// Not to be foreseen by the compiler, which would make two loops of one.
+__device__ inline int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // ---- counters that blocks of one kernel share ----
 
-// For all threads of a block, whose earlier writes are seen by whoever sees the count. True in the last of `blocks`.
-__device__ inline bool arrive(int32_t* counter, int blocks) {
-    __shared__ int before;
+// For all threads of a block, whose earlier writes are seen by whoever sees the count.
+__device__ inline void arrive(int32_t* counter) {
     __syncthreads();
-    if (threadIdx.x == 0) {
-        asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    }
-    __syncthreads();
-    return before == blocks - 1;
+    if (threadIdx.x == 0) asm volatile("red.add.release.gpu.global.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// How many took one before.
+__device__ inline int take_number(int32_t* counter) {
+    int before;
+    asm volatile("atom.add.relaxed.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
 }
 
 __device__ inline void wait_until(const int32_t* counter, int value) {
@@ -78,6 +89,32 @@ __device__ inline void wait_until(const int32_t* counter, int value) {
         } while (seen != value);
     }
     __syncthreads();
+}
+
+// ---- values that tell that they are there: zero is none ----
+
+__device__ inline float4 look(const float4* at) {
+    float4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(at)
+                 : "memory");
+    return v;
+}
+
+__device__ inline int look(const int32_t* at) {
+    int v;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ inline void show(float4* at, float4 v) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+                 : "memory");
+}
+
+__device__ inline void show(int32_t* at, int v) {
+    asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
 }
 
 // ---- products ----

@@ -12,10 +12,11 @@ namespace kimi_fx::layer {
 
 constexpr int kSpare = 3 * 1024;  // of shared memory, for what is not the ring's
 
-// Powers of two, so that a cluster's blocks share the tokens evenly; chips before sm_90 have no clusters.
+// Powers of two, so that a cluster's blocks share the tokens evenly; chips before sm_90 have no clusters. Not all
+// multiprocessors can be had for clusters of more than two.
 inline int choose_splits(int tiles, int steps, int blocks, const Chip& chip) {
     int splits = 1, most = chip.arch < 90 ? 1 : std::min(steps, kMostSplits);
-    while (2 * splits <= most && 2 * splits * tiles <= blocks) splits *= 2;
+    while (2 * splits <= most && 2 * splits * tiles <= blocks - (splits > 1 ? blocks / 16 : 0)) splits *= 2;
     return splits;
 }
 
@@ -61,46 +62,51 @@ cudaError_t launch_tile(Op op, const Chip& chip) {
     return launch_blocks(skinny_kernel<T, Op>, count_blocks<T>(op), op.shape.splits, shared_bytes<T>(op), chip, op);
 }
 
-// `two` reads what `one` wrote, which it learns from `counters`.
+// `two` reads what `one` wrote, which it learns from `counters`. All blocks of both are under way together, so that those
+// of `two` fill their rings meanwhile; these are as many as leave room for one of each of the first's tiles.
 template <class T1, class T2, class Op1, class Op2>
 cudaError_t launch_tiles(Op1 one, Op2 two, const Chip& chip) {
     plan<T1>(one, chip);
     plan<T2>(two, chip);
-    two.shape.splits = 1;
+    int all = 2 * kRing <= chip.shared ? 2 * chip.blocks : chip.blocks, steps = count_steps<T2>(two);
+    two.shape.splits = choose_splits(two.shape.tiles, std::max(1, steps / 8), all - one.shape.tiles, chip);
+    int rest = all - two.shape.tiles * two.shape.splits;
+    one.shape.splits = two.shape.splits > 1 ? two.shape.splits
+                                            : choose_splits(one.shape.tiles, count_steps<T1>(one), rest, chip);
     two.awaited = one.shape.tiles * one.shape.splits;
     int splits = one.shape.splits, blocks = count_blocks<T1>(one);
-    int all = blocks + (two.shape.tiles + splits - 1) / splits * splits;
+    int followers = (two.shape.tiles * two.shape.splits + splits - 1) / splits * splits;
     int shared = std::max(shared_bytes<T1>(one), shared_bytes<T2>(two));
-    return launch_blocks(pair_kernel<T1, Op1, T2, Op2>, all, splits, shared, chip, one, two, blocks);
-}
-
-// Tiles of 128 rows halve how often the tokens are read, where there are enough of them, and no more than one round.
-inline bool worth_wide_tiles(int rows, const Chip& chip) {
-    return chip.arch >= 90 && rows >= chip.blocks * 128 / kMostSplits && rows <= chip.blocks * 64;
+    return launch_blocks(pair_kernel<T1, Op1, T2, Op2>, blocks + followers, splits, shared, chip, one, two, blocks);
 }
 
 // `Few` and `Some` are the rows of a tile at up to 8 and up to 16 tokens: 16 and 32 where inputs are many, else 64.
-// `Together`: blocks of a multiprocessor at more, two where tiles may be many; these may then have 128 rows.
-template <int Few, int Some, int Together, class Op>
-cudaError_t launch(const Op& op, const Chip& chip) {
-    constexpr int kMany = Together == 2 ? 128 : 64;
-    int T = op.shape.T;
-    if (T <= 8) return launch_tile<Tile<8, Few>>(op, chip);
-    if (T <= 16) return launch_tile<Tile<16, Some>>(op, chip);
-    if (T <= 32) return launch_tile<Tile<32, 64, Together>>(op, chip);
-    bool wide = Together == 2 && worth_wide_tiles(op.template count_tiles<Tile<64, 64>>() * 64, chip);
-    if (T <= 64) {
-        return wide ? launch_tile<Tile<64, kMany, Together>>(op, chip) : launch_tile<Tile<64, 64, Together>>(op, chip);
-    }
-    return wide ? launch_tile<Tile<128, kMany, Together>>(op, chip) : launch_tile<Tile<128, 64, Together>>(op, chip);
+template <int Few, int Some, class Op>
+cudaError_t launch_few(const Op& op, const Chip& chip) {
+    return op.shape.T <= 8 ? launch_tile<Tile<8, Few>>(op, chip) : launch_tile<Tile<16, Some>>(op, chip);
 }
 
-// The first has many inputs, the second few.
-template <class Op1, class Op2>
+template <class Op>
+cudaError_t launch_narrow(const Op& op, const Chip& chip) {
+    if (op.shape.T <= 32) return launch_tile<Tile<32, 64>>(op, chip);
+    if (op.shape.T <= 64) return launch_tile<Tile<64, 64>>(op, chip);
+    return launch_tile<Tile<128, 64>>(op, chip);
+}
+
+// Tiles of 128 rows halve how often the tokens are read, where there are enough of them for all multiprocessors.
+template <class Op>
+cudaError_t launch_many(const Op& op, const Chip& chip) {
+    bool enough = op.template count_tiles<Tile<64, 128>>() * kMostSplits >= chip.blocks;
+    if (chip.arch < 90 || op.shape.T <= 32 || !enough) return launch_narrow(op, chip);
+    return op.shape.T <= 64 ? launch_tile<Tile<64, 128>>(op, chip) : launch_tile<Tile<128, 128>>(op, chip);
+}
+
+// `First` and `Second` are the rows of both tiles at up to 8 tokens, up to 16 those of the first are at least 32.
+template <int First, int Second, class Op1, class Op2>
 cudaError_t launch_pair(const Op1& one, const Op2& two, const Chip& chip) {
     int T = one.shape.T;
-    if (T <= 8) return launch_tiles<Tile<8, 16>, Tile<8, 64>>(one, two, chip);
-    if (T <= 16) return launch_tiles<Tile<16, 32>, Tile<16, 64>>(one, two, chip);
+    if (T <= 8) return launch_tiles<Tile<8, First>, Tile<8, Second>>(one, two, chip);
+    if (T <= 16) return launch_tiles<Tile<16, 32>, Tile<16, Second>>(one, two, chip);
     if (T <= 32) return launch_tiles<Tile<32, 64>, Tile<32, 64>>(one, two, chip);
     if (T <= 64) return launch_tiles<Tile<64, 64>, Tile<64, 64>>(one, two, chip);
     return launch_tiles<Tile<128, 64>, Tile<128, 64>>(one, two, chip);

@@ -2,12 +2,14 @@
 
 #include "launch.h"
 #include "linear.h"
+#include "norm_rows.h"
 
 namespace kimi_fx::layer {
 namespace {
 
-template <class Out>
+template <class Out, bool Normed>
 struct NormLinear : Rows {
+    static constexpr bool kNormed = Normed;
     const __nv_bfloat16* g;
     Out* out;
 
@@ -19,12 +21,20 @@ struct NormLinear : Rows {
     }
 };
 
+template <class Out, bool Normed>
+NormLinear<Out, Normed> norm_linear(const LinearParams& p) {
+    NormLinear<Out, Normed> op;
+    op.shape = {p.T, p.inputs, 0, 0, 0, p.eps};
+    op.x = Normed ? p.x : p.h, op.w = p.w, op.rows = p.rows, op.g = p.norm, op.out = static_cast<Out*>(p.out);
+    return op;
+}
+
 template <class Out>
 cudaError_t launch_as(const LinearParams& p, const Chip& chip) {
-    NormLinear<Out> op;
-    op.shape = {p.T, p.inputs, 0, 0, 0, p.eps};
-    op.x = p.x, op.w = p.w, op.rows = p.rows, op.g = p.norm, op.out = static_cast<Out*>(p.out);
-    return launch<16, 32, 2>(op, chip);
+    if (p.T <= kFew) return launch_few<16, 32>(norm_linear<Out, true>(p), chip);
+    cudaError_t error = launch_norm_rows({p.x, p.norm, p.h, p.T, p.inputs, p.eps}, chip);
+    if (error != cudaSuccess) return error;
+    return launch_many(norm_linear<Out, false>(p), chip);
 }
 
 }  // namespace
@@ -33,6 +43,8 @@ cudaError_t launch_norm_linear(const LinearParams& p, const Chip& chip) {
     return p.wide ? launch_as<float>(p, chip) : launch_as<__nv_bfloat16>(p, chip);
 }
 
-cudaError_t launch_linear_add(const AddParams& p, const Chip& chip) { return launch<64, 64, 1>(linear_add(p), chip); }
+cudaError_t launch_linear_add(const AddParams& p, const Chip& chip) {
+    return p.T <= kFew ? launch_few<64, 64>(linear_add(p), chip) : launch_narrow(linear_add(p), chip);
+}
 
 }  // namespace kimi_fx::layer

@@ -27,6 +27,7 @@ struct Rows : Plain {
 };
 
 struct LinearAdd : Rows {
+    static constexpr bool kAdds = true;
     const __nv_bfloat16 *residual, *other;
     __nv_bfloat16* out;
     float* squares;
@@ -42,7 +43,7 @@ struct LinearAdd : Rows {
 
     template <class T>
     __device__ void finish(int tile, int token, int row, float, const Total<T>& total) const {
-        static_assert(T::kRows == 64);
+        static_assert(T::kRows % 32 == 0);
         int lane = threadIdx.x % 32;
         int64_t at = int64_t(token) * rows + tile * T::kRows + row;
         bool real = tile * T::kRows + row < rows;
@@ -53,9 +54,10 @@ struct LinearAdd : Rows {
         }
         if (squares == nullptr) return;
         float square = squares_of_rounded(sum);
-        // Sixteen lanes have a token's 64 rows
-        for (int d = 8; d; d /= 2) square += __shfl_xor_sync(0xffffu << (lane & 16), square, d);
-        if (lane % 16 == 0) squares[token * shape.tiles + tile] = square;
+        // Eight lanes have 32 rows
+        for (int d = 4; d; d /= 2) square += __shfl_xor_sync(0xffu << (lane & 24), square, d);
+        int piece = (tile * T::kRows + row) / 32, pieces = (rows + 31) / 32;
+        if (lane % 8 == 0 && piece < pieces) squares[token * pieces + piece] = square;
     }
 };
 

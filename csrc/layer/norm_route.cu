@@ -1,18 +1,26 @@
-// The router's logits and the shared expert's gate|up in one product of the same normed input, which blocks beside
-// them write for the routed experts, a warp a token. The logits read that very input, rounded: 1 / rms comes first.
+// The router's logits and the shared expert's gate|up in one product of the same normed input, which the routed experts
+// read too: few tokens are normed as they enter it, many before it. The logits read that very input, rounded.
 //
-// These then wait for the logits and choose; the last of them makes the work list. Blocks start in their
-// order and those that wait come last, so whom they wait for is always under way.
+// Blocks beside the product choose, a warp a token; the last of them makes the work list. They wait for values, not for
+// counts: a logit or a choice is there when it is not zero, and whoever reads it leaves zero. Blocks start in their order
+// and those that wait come last, so whom they wait for is always under way.
 
 #include "choose.h"
 #include "launch.h"
+#include "norm_rows.h"
 #include "store.h"
 
 namespace kimi_fx::layer {
 namespace {
 
+// -0 for 0, which is no logit.
+__device__ inline float no_zero(float x) { return x == 0 ? -0.f : x; }
+
+__device__ inline float4 no_zero(float4 v) { return make_float4(no_zero(v.x), no_zero(v.y), no_zero(v.z), no_zero(v.w)); }
+
+template <bool Normed>
 struct Route : Plain {
-    static constexpr bool kEarly = true;
+    static constexpr bool kNormed = Normed, kEarly = Normed;
     Shape shape;
     RouteParams p;
 
@@ -32,20 +40,32 @@ struct Route : Plain {
     }
     template <class T>
     __device__ const __nv_bfloat16* input(int, int token, int k) const {
-        return p.x + int64_t(token) * p.D + k;
+        return (Normed ? p.x : p.h) + int64_t(token) * p.D + k;
     }
     __device__ const __nv_bfloat16* norm() const { return p.norm; }
+
+    // The first tile's blocks have all inputs.
+    __device__ void keep(int tile, int token, int k, uint4 values) const {
+        if (tile == 0 && token < p.T && k < p.D) *reinterpret_cast<uint4*>(p.h + int64_t(token) * p.D + k) = values;
+    }
 
     // By `Lanes` neighbouring threads of a warp.
     template <int Lanes>
     __device__ float scale(int token) const {
+        constexpr int kAtOnce = 4;
         const float* of = p.squares + token * p.pieces;
         int fours = p.pieces % 4 == 0 ? p.pieces / 4 : 0, lane = threadIdx.x % Lanes;
         float sum = 0;
-#pragma unroll(Lanes < 16 ? 7 : 1)
-        for (int i = lane; i < fours; i += Lanes) {
-            float4 v = reinterpret_cast<const float4*>(of)[i];
-            sum += (v.x + v.y) + (v.z + v.w);
+#pragma unroll 1
+        for (int from = lane; from < fours; from += Lanes * kAtOnce) {  // all loads under way together
+            float4 v[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                bool own = from + i * Lanes < fours;
+                v[i] = own ? reinterpret_cast<const float4*>(of)[from + i * Lanes] : make_float4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) sum += (v[i].x + v[i].y) + (v[i].z + v[i].w);
         }
 #pragma unroll 1
         for (int i = 4 * fours + lane; i < p.pieces; i += Lanes) sum += of[i];
@@ -57,45 +77,55 @@ struct Route : Plain {
         int past = tile - router_tiles<T>();
         if (past >= 0) return finish_gate_up<T>(p.shared + int64_t(token) * p.I, past, row, p.I, 1, total);
         int expert = tile * T::kRows + row;
-        if (expert < p.E) store_four(p.logits + int64_t(token) * p.E + expert, total(row));
+        if (expert < p.E) show(reinterpret_cast<float4*>(p.logits + int64_t(token) * p.E + expert), no_zero(total(row)));
     }
 
-    template <class T>
-    __device__ void done(int tile) const {
-        if (tile < router_tiles<T>()) arrive(p.counters, 0);
-    }
+    __host__ __device__ int extras() const { return p.T <= kFew ? 1 : (p.T + kWarps - 1) / kWarps; }
+    int room() const { return 20 * (p.E + 1) + 4 + 8 * kWarps * rounded(p.E) + 2 * p.T * p.K; }
 
-    __host__ __device__ int extras() const { return (p.T + kWarps - 1) / kWarps; }
-    int room() const { return 20 * (p.E + 1) + 4 + 8 * kWarps * rounded(p.E); }
-
-    // A warp a token.
+    // A warp a token, or two where that saves an exchange.
     template <class T>
     __device__ void extra(int block, uint4* ring) const {
-        uint32_t* visits = reinterpret_cast<uint32_t*>(ring);
+        Score* scores = reinterpret_cast<Score*>(ring) + threadIdx.x / 32 * rounded(p.E);
+        uint32_t* visits = reinterpret_cast<uint32_t*>(reinterpret_cast<Score*>(ring) + kWarps * rounded(p.E));
         int* starts = reinterpret_cast<int*>(visits + (p.E + 1) * kWords);
-        uint64_t* keys = reinterpret_cast<uint64_t*>(starts + (p.E + 2) / 2 * 2);
-        int warp = threadIdx.x / 32, token = block * kWarps + warp;
+        uint16_t* chosen = reinterpret_cast<uint16_t*>(starts + p.E + 1);
+        int first = block * kWarps + threadIdx.x / 32, apart = extras() * kWarps, lane = threadIdx.x % 32;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < (p.E + 1) * kWords; i += kThreads) visits[i] = 0;
-        if (token < p.T) {
-            int64_t at = int64_t(token) * p.D;
-            scale_row<4>(p.h + at, p.x + at, p.norm, p.D, scale<32>(token), threadIdx.x % 32, 32);
+        for (int pass = 0; pass < 2; ++pass) {
+            bool real = opaque(pass) > 0, lists = block == extras() - 1;
+#pragma unroll 1
+            for (int i = threadIdx.x; i < (p.E + 1) * kWords; i += kThreads) visits[i] = 0;
+#pragma unroll 1
+            for (int token = first; token < p.T; token += apart) {
+                uint16_t* own = chosen + token * p.K;
+                choose_experts(p, token, scores, own, real);
+                if (real && extras() > 1 && lane < p.K) show(p.shown + token * p.K + lane, own[lane] + 2);
+            }
+            if (!lists) continue;
+            if (real && extras() > 1) gather_chosen(p, chosen);
+            __syncthreads();
+            list_pairs(p, chosen, visits, starts, real);
+            __syncthreads();
         }
-        wait_until(p.counters, router_tiles<T>() * shape.splits);
-        if (token < p.T) choose_experts(p, token, keys + warp * rounded(p.E));
-        if (!arrive(p.counters + 1, extras())) return;
-        if (threadIdx.x < 2) p.counters[threadIdx.x] = 0;
-        list_pairs(p, visits, starts);
     }
 };
+
+template <bool Normed>
+Route<Normed> route(const RouteParams& p) {
+    Route<Normed> op;
+    op.shape = {p.T, p.D, 0, 0, 0, p.eps};
+    op.p = p;
+    return op;
+}
 
 }  // namespace
 
 cudaError_t launch_norm_route(const RouteParams& p, const Chip& chip) {
-    Route op;
-    op.shape = {p.T, p.D, 0, 0, 0, p.eps};
-    op.p = p;
-    return launch<16, 32, 1>(op, chip);
+    if (p.T <= kFew) return launch_few<16, 32>(route<true>(p), chip);
+    cudaError_t error = launch_norm_rows({p.x, p.norm, p.h, p.T, p.D, p.eps}, chip);
+    if (error != cudaSuccess) return error;
+    return launch_many(route<false>(p), chip);
 }
 
 }  // namespace kimi_fx::layer

@@ -55,10 +55,17 @@ T* out(Tensor& x) {
     return static_cast<T*>(x.mutable_data_ptr());
 }
 
-// Blocks of a launch count in it; the last leaves it as it was.
-int32_t* counts(const Tensor& counters) {
-    check(counters, "counters", {2}, ScalarType::Int);
+// Zeros in which the blocks of a launch tell each other something and that they leave as they were: two counts, and
+// from the fifth on as many `values`.
+int32_t* counts(const Tensor& counters, int64_t values = 0) {
+    check(counters, "counters", {counters.size(0)}, ScalarType::Int);
+    STD_TORCH_CHECK(counters.size(0) >= 4 + values, "counters: wanted ", 4 + values, " zeros, found ", counters.size(0), ".");
     return static_cast<int32_t*>(const_cast<void*>(counters.const_data_ptr()));
+}
+
+// Room for what is normed ahead of its product, where tokens are many.
+Tensor normed_ahead(const Tensor& x) {
+    return torch::stable::new_empty(x, {x.size(0) > layer::kFew ? x.size(0) : 0, x.size(1)});
 }
 
 Tensor norm_linear(const Tensor& x, const Tensor& norm, const Tensor& weight, double eps, bool wide) {
@@ -68,10 +75,12 @@ Tensor norm_linear(const Tensor& x, const Tensor& norm, const Tensor& weight, do
     check(norm, "norm", {inputs});
     check(weight, "weight", {rows, inputs});
     torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    Tensor h = normed_ahead(x);
     Tensor result = torch::stable::new_empty(x, {T, rows}, wide ? ScalarType::Float : ScalarType::BFloat16);
     layer::LinearParams params{.x = values(x),
                                .norm = values(norm),
                                .w = values(weight),
+                               .h = out(h),
                                .out = out<void>(result),
                                .T = static_cast<int>(T),
                                .inputs = static_cast<int>(inputs),
@@ -115,10 +124,11 @@ Tensor norm_gate_up(const Tensor& x, const Tensor& norm, const Tensor& weight, d
     check(norm, "norm", {D});
     check(weight, "gate_up", {2, I, D});
     torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-    Tensor result = torch::stable::new_empty(x, {T, I});
+    Tensor h = normed_ahead(x), result = torch::stable::new_empty(x, {T, I});
     layer::GateUpParams params{.x = values(x),
                                .norm = values(norm),
                                .w = values(weight),
+                               .h = out(h),
                                .out = out(result),
                                .T = static_cast<int>(T),
                                .D = static_cast<int>(D),
@@ -181,7 +191,7 @@ std::tuple<Tensor, Tensor> v_up_o(const Tensor& x, const Tensor& w_uv, const Ten
     torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
     layer::Chip chip = chip_of(x);
     Tensor v = torch::stable::new_empty(x, {T, H * value}), result = torch::stable::new_empty(x, {T, D});
-    Tensor squares = torch::stable::new_empty(x, {T, (D + 63) / 64}, ScalarType::Float);
+    Tensor squares = torch::stable::new_empty(x, {T, (D + 31) / 32}, ScalarType::Float);
     layer::HeadParams up{.x = values(x),
                          .w = values(w_uv),
                          .out = out(v),
@@ -215,7 +225,8 @@ Routed norm_route(const Tensor& x, const Tensor& squares, const Tensor& counters
     torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
     layer::Chip chip = chip_of(x);
     Tensor h = torch::stable::new_empty(x, {T, D}), shared = torch::stable::new_empty(x, {T, I});
-    Tensor logits = torch::stable::new_empty(squares, {T, E}), weights = torch::stable::new_empty(squares, {T, k});
+    Tensor weights = torch::stable::new_empty(squares, {T, k});
+    int32_t* zeros = counts(counters, T * (E + k));
     Tensor ids = torch::stable::new_empty(x, {T, k}, ScalarType::Int);
     Tensor order = torch::stable::new_empty(ids, {T * k}), offsets = torch::stable::new_empty(ids, {E + 1});
     layer::RouteParams params{.x = values(x),
@@ -226,13 +237,13 @@ Routed norm_route(const Tensor& x, const Tensor& squares, const Tensor& counters
                               .gate_up = values(gate_up),
                               .valid = static_cast<const bool*>(valid.const_data_ptr()),
                               .h = out(h),
-                              .logits = out<float>(logits),
+                              .logits = reinterpret_cast<float*>(zeros + 4),
                               .shared = out(shared),
                               .ids = out<int32_t>(ids),
                               .weights = out<float>(weights),
                               .order = out<int32_t>(order),
                               .offsets = out<int32_t>(offsets),
-                              .counters = counts(counters),
+                              .shown = zeros + 4 + T * E,
                               .T = static_cast<int>(T),
                               .D = static_cast<int>(D),
                               .E = static_cast<int>(E),

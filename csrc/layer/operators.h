@@ -12,6 +12,7 @@
 namespace kimi_fx::layer {
 
 constexpr int kMostTokens = 128;
+constexpr int kFew = 16;           // tokens that are normed on their way into the product
 constexpr int kMostRouted = 1024;  // experts
 constexpr int kMostChosen = 32;    // of them for a token
 
@@ -22,11 +23,21 @@ struct Chip {
     cudaStream_t stream;
 };
 
+// h = norm(x), rounded.
+struct NormParams {
+    const __nv_bfloat16* x;     // [T, width]
+    const __nv_bfloat16* norm;  // [width]
+    __nv_bfloat16* h;           // [T, width]
+    int T, width;
+    float eps;
+};
+
 // out = norm(x) w.
 struct LinearParams {
     const __nv_bfloat16* x;     // [T, inputs]
     const __nv_bfloat16* norm;  // [inputs]
     const __nv_bfloat16* w;     // [rows, inputs]
+    __nv_bfloat16* h;           // [T, inputs] norm(x), where tokens are many
     void* out;                  // [T, rows] bf16, or f32 where `wide`
     int T, inputs, rows;
     float eps;
@@ -41,7 +52,7 @@ struct AddParams {
     const __nv_bfloat16* residual;  // [T, rows]
     const __nv_bfloat16* other;     // [T, rows]
     __nv_bfloat16* out;             // [T, rows]
-    float* squares;                 // [T, rows / 64, up] sums of squares of every 64 of `out`; may be null
+    float* squares;                 // [T, rows / 32, up] sums of squares of every 32 of `out`; may be null
     int T, inputs, rows;
 };
 cudaError_t launch_linear_add(const AddParams& params, const Chip& chip);
@@ -51,6 +62,7 @@ struct GateUpParams {
     const __nv_bfloat16* x;     // [T, D]
     const __nv_bfloat16* norm;  // [D]
     const __nv_bfloat16* w;     // [2, I, D]
+    __nv_bfloat16* h;           // [T, D] norm(x), where tokens are many
     __nv_bfloat16* out;         // [T, I]
     int T, D, I;
     float eps;
@@ -94,13 +106,13 @@ struct RouteParams {
     const __nv_bfloat16* gate_up;  // [2, I, D]
     const bool* valid;             // [T]
     __nv_bfloat16* h;              // [T, D]
-    float* logits;                 // [T, E]
+    float* logits;                 // [T, E] zero, and left so
     __nv_bfloat16* shared;         // [T, I]
     int32_t* ids;                  // [T, K] best first, -1: padding
     float* weights;                // [T, K]
     int32_t* order;                // [T * K] pairs (token * K + slot) by expert, padding last
     int32_t* offsets;              // [E + 1]
-    int32_t* counters;             // [2] zero, and left so: blocks that have logits, tokens that have experts
+    int32_t* shown;                // [T, K] zero, and left so
     int T, D, E, I, K, pieces;
     float scale, eps;
 };

@@ -10,10 +10,7 @@ template <class Op>
 struct First : Op {
     int32_t* counters;  // [2] zero, and left so
 
-    template <class T>
-    __device__ void done(int) const {
-        arrive(counters, 0);
-    }
+    __device__ void done(int) const { arrive(counters); }
 };
 
 template <class Op>
@@ -21,16 +18,19 @@ struct Second : Op {
     int32_t* counters;
     int awaited;  // blocks of the first
 
-    __device__ void ready() const { wait_until(counters, awaited); }
-    template <class T>
-    __device__ void done(int) const {
-        if (arrive(counters + 1, Op::shape.tiles) && threadIdx.x < 2) counters[threadIdx.x] = 0;
+    // Whoever goes on as the last leaves zeros: nobody waits any more. That it is the last is known in time for `done`.
+    __device__ int ready() const {
+        wait_until(counters, awaited);
+        return threadIdx.x == 0 ? take_number(counters + 1) : 0;
+    }
+    __device__ void done(int before) const {
+        if (threadIdx.x == 0 && before == Op::shape.tiles * Op::shape.splits - 1) counters[0] = counters[1] = 0;
     }
 };
 
-template <class Op1, class Op2>
+template <int Rows1, int Rows2, class Op1, class Op2>
 cudaError_t launch_dependent(const Op1& one, const Op2& two, int32_t* counters, const Chip& chip) {
-    return launch_pair(First<Op1>{one, counters}, Second<Op2>{two, counters, 0}, chip);
+    return launch_pair<Rows1, Rows2>(First<Op1>{one, counters}, Second<Op2>{two, counters, 0}, chip);
 }
 
 }  // namespace kimi_fx::layer

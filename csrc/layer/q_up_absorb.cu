@@ -7,6 +7,7 @@ namespace kimi_fx::layer {
 namespace {
 
 struct QUp : Plain {
+    static constexpr bool kNormed = true;
     Shape shape;
     QUpParams p;
 
@@ -64,7 +65,7 @@ cudaError_t launch_q_up_absorb(const QUpParams& p, const HeadParams& absorb, int
     QUp op;
     op.shape = {p.T, p.q_lora, 0, 0, 0, p.eps};
     op.p = p;
-    return launch_dependent(op, heads<true>(absorb), counters, chip);
+    return launch_dependent<16, 64>(op, heads<true>(absorb), counters, chip);
 }
 
 }  // namespace kimi_fx::layer

@@ -111,8 +111,13 @@ __device__ inline uint4 scaled(uint4 x, uint4 g, float scale) {
 template <class T>
 struct Norm {
     static constexpr int kOwn = (T::kTokens * T::kAcross + kThreads - 1) / kThreads;
-    float squares[kOwn] = {};
+    float squares[kOwn];
     uint4 next;  // weights of the step to come
+
+    __device__ void clear() {
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) squares[i] = 0;
+    }
 
     template <class Op>
     __device__ void fetch(const Op& op, int step) {
@@ -121,12 +126,14 @@ struct Norm {
     }
 
     template <class Op>
-    __device__ void apply(const Op& op, uint4* tokens, const float* scales) {
+    __device__ void apply(const Op& op, int tile, int step, uint4* tokens, const float* scales) {
         const __nv_bfloat162* g = reinterpret_cast<const __nv_bfloat162*>(&next);
         for_each_vector<T>([&](int i, Place<T::kAcross> place) {
             uint4 vector = tokens[place.swizzled()];
             if constexpr (Op::kEarly) {
-                tokens[place.swizzled()] = scaled(vector, next, scales[place.row]);
+                vector = scaled(vector, next, scales[place.row]);
+                op.keep(tile, place.row, step * T::kStep + 8 * place.along, vector);
+                tokens[place.swizzled()] = vector;
             } else {
                 __nv_bfloat162* x = reinterpret_cast<__nv_bfloat162*>(&vector);
 #pragma unroll

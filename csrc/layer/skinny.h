@@ -11,12 +11,14 @@
 //   shape            tokens, inputs, tiles and blocks a tile
 //   kTransposed      weights lie as [inputs, rows]
 //   weight, input    where 8 weights of a tile's row lie, and 8 values of a token
-//   norm()           the norm's weights over the inputs, or null. x * norm is rounded as it enters the product, and
-//                    1 / rms joins the sums; where `kEarly`, `scale(token)` gives 1 / rms before and joins there,
-//                    `Lanes` threads a token
-//   finish           four neighbouring sums of a token are complete, with what `added` gave before
+//   kNormed, norm()  the norm's weights over the inputs. x * norm is rounded as it enters the product, and 1 / rms joins
+//                    the sums; where `kEarly`, `scale(token)` gives 1 / rms before and joins there, `Lanes` threads a
+//                    token, and `keep` may store what enters
+//   kAdds, added     what is added to four neighbouring sums of a token
+//   finish           these are complete
 //   extras, extra    how many blocks follow those of tiles, and what each does, in shared memory of `room` bytes
-//   ready, done      what a tile's block waits for before it reads tokens, and what it does when its sums are stored
+//   ready, done      what a tile's block waits for before it reads tokens, and what it does when its sums are stored,
+//                    with what `ready` gave
 //
 // Two products may share a launch, the second reading what the first wrote: its blocks fill their rings, then wait for
 // the first one's to be done. Blocks start in their order, so whom they wait for is always under way.
@@ -38,18 +40,13 @@ struct Shape {
 
 // What an operator does without.
 struct Plain {
-    static constexpr bool kTransposed = false, kEarly = false;
+    static constexpr bool kTransposed = false, kNormed = false, kEarly = false, kAdds = false;
     __device__ const __nv_bfloat16* norm() const { return nullptr; }
     template <int Lanes>
     __device__ float scale(int) const {
         return 1;
     }
-    template <class T>
-    __device__ float4 added(int, int, int) const {
-        return make_float4(0, 0, 0, 0);
-    }
-    __device__ void ready() const {}
-    template <class T>
+    __device__ int ready() const { return 0; }
     __device__ void done(int) const {}
     __host__ __device__ int extras() const { return 0; }
     int room() const { return 0; }
@@ -73,23 +70,31 @@ __device__ float inverse_rms_of(const Op& op, const float2* squares) {
     return inverse_rms(sum, op.shape.inputs, op.shape.eps);
 }
 
-// What is added to the next sums is under way while these are finished.
 template <class T, class Op>
 __device__ void finish_tokens(const Op& op, int tile, int rank, const float* sums, const float* squares) {
     constexpr unsigned kAcross = T::kRows / 4;
     constexpr int kApart = kThreads / kAcross;  // tokens
     int share = T::kTokens / op.shape.splits, first = rank * share, last = min(first + share, op.shape.T) - 1;
     int row = threadIdx.x % kAcross * 4, token = first + int(threadIdx.x / kAcross);
-    if (token > last) return;
-    float4 next = op.template added<T>(tile, token, row);
 #pragma unroll 1
     for (; token <= last; token += kApart) {
-        Total<T> total{sums, next, token, op.shape.splits};
-        next = op.template added<T>(tile, min(token + kApart, last), row);
-        bool late = !Op::kEarly && op.norm() != nullptr;
-        float scale = late ? inverse_rms_of(op, reinterpret_cast<const float2*>(squares) + token) : 1.f;
+        Total<T> total{sums, token, op.shape.splits};
+        float scale = 1;
+        if constexpr (Op::kNormed && !Op::kEarly) {
+            scale = inverse_rms_of(op, reinterpret_cast<const float2*>(squares) + token);
+        }
         op.template finish<T>(tile, token, row, scale, total);
     }
+}
+
+// 1 / rms of every token, by several threads each.
+template <class T, class Op>
+__device__ void scale_tokens(const Op& op, float* scales) {
+    constexpr int kLanes = kThreads / T::kTokens;
+    int token = threadIdx.x / kLanes;
+    float scale = op.template scale<kLanes>(min(token, op.shape.T - 1));
+    if (threadIdx.x % kLanes == 0) scales[token] = token < op.shape.T ? scale : 0.f;
+    __syncthreads();
 }
 
 // ---- the kernels ----
@@ -107,39 +112,34 @@ __device__ void run_block(const Op& op, int block, uint4* ring) {
     }
     int steps = (op.shape.inputs + T::kStep - 1) / T::kStep;
     int first = steps * rank / op.shape.splits, count = steps * (rank + 1) / op.shape.splits - first;
-    bool normed = op.norm() != nullptr;
     uint64_t policy = read_once_policy();
     Weights<T, Op> weights(op, tile);
     Tokens<T, Op> tokens(op, tile);
-    int ahead = op.shape.stages - 1;
+    int ahead = count <= op.shape.stages ? count : op.shape.stages - 1;
 #pragma unroll 1
     for (int s = 0; s < min(ahead, count); ++s) weights.copy(op, first + s, ring + s * T::kStage, policy);
     Norm<T> norm;
-    if (normed) norm.fetch(op, first);
+    if (Op::kNormed) norm.fetch(op, first);
     wait_for_previous_kernel();
-    op.ready();
+    int given = op.ready();
 #pragma unroll 1
     for (int s = 0; s < ahead; ++s) {
         if (s < count) tokens.copy(op, first + s, ring + s * T::kStage);
         close_group();
     }
-    if (Op::kEarly) {
-        constexpr int kLanes = kThreads / T::kTokens;
-        int token = threadIdx.x / kLanes;
-        float scale = op.template scale<kLanes>(min(token, op.shape.T - 1));
-        if (threadIdx.x % kLanes == 0) of_tokens[token] = token < op.shape.T ? scale : 0.f;
-        __syncthreads();
-    }
-
-    Sums<T> sums = {};
-    uint4 *now = ring, *free = ring + ahead * T::kStage, *end = free + T::kStage;
+    if (Op::kEarly) scale_tokens<T>(op, of_tokens);
+    norm.clear();
+    Sums<T> sums;
+    clear<T>(sums);
+    uint4 *now = ring, *free = ring + ahead * T::kStage, *end = ring + op.shape.stages * T::kStage;
 #pragma unroll 1
     for (int s = 0; s < count; ++s) {
         wait_for_groups(ahead - 1);
-        if (normed) {
-            norm.apply(op, now + T::kWeights, of_tokens);
+        if (Op::kNormed) {
+            norm.apply(op, tile, first + s, now + T::kWeights, of_tokens);
             if (s + 1 < count) norm.fetch(op, first + s + 1);
         }
+        if (by_groups<T, Op::kTransposed>()) show_groups();
         __syncthreads();
         if (s + ahead < count) {
             weights.copy(op, first + s + ahead, free, policy);
@@ -154,12 +154,12 @@ __device__ void run_block(const Op& op, int block, uint4* ring) {
     __syncthreads();  // the ring becomes room for the sums
     float* room = reinterpret_cast<float*>(ring);
     store_sums<T>(sums, room);
-    if (normed && !Op::kEarly) norm.store(of_tokens);
+    if (Op::kNormed && !Op::kEarly) norm.store(of_tokens);
     __syncthreads();
-    add_warps<T>(room);
+    add_warps<T>(op, tile, rank, room);
     sync_cluster(op.shape.splits);
     finish_tokens<T>(op, tile, rank, room, of_tokens);
-    op.template done<T>(tile);
+    op.done(given);
     if (op.shape.splits > 1) sync_cluster(op.shape.splits);  // the others may still read
 }
 
@@ -173,19 +173,19 @@ constexpr int kTogether = 1;
 
 template <class T, class Op>
 __global__ void __launch_bounds__(kThreads, kTogether<T>) skinny_kernel(const __grid_constant__ Op op) {
-    extern __shared__ uint4 ring[];
+    extern __shared__ __align__(1024) uint4 ring[];
     run_block<T>(op, blockIdx.x, ring);
 }
 
-// `second` is not split: its blocks are on their own, whatever the cluster.
+// `second` is split as `first` is, or not at all: then its blocks are on their own, whatever the cluster.
 template <class First, class Op1, class Second, class Op2>
 __global__ void __launch_bounds__(kThreads, kTogether<First>)
     pair_kernel(const __grid_constant__ Op1 one, const __grid_constant__ Op2 two, int blocks) {
-    extern __shared__ uint4 ring[];
+    extern __shared__ __align__(1024) uint4 ring[];
     int block = blockIdx.x;
     if (block < blocks) {
         run_block<First>(one, block, ring);
-    } else if (block < blocks + two.shape.tiles) {
+    } else if (block < blocks + two.shape.tiles * two.shape.splits) {
         run_block<Second>(two, block - blocks, ring);
     } else {
         wait_for_previous_kernel();

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "groups.h"
 #include "ring.h"
 
 namespace kimi_fx::layer {
@@ -9,12 +10,33 @@ namespace kimi_fx::layer {
 template <class T>
 using Sums = float[T::kM][T::kN][4];
 
+template <class T>
+__device__ void clear(Sums<T>& sums) {
+#pragma unroll
+    for (int i = 0; i < T::kM * T::kN * 4; ++i) sums[i / 4 / T::kN][i / 4 % T::kN][i % 4] = 0;
+}
+
+// Four warps multiply at once on sm_90a.
+template <class T, bool Transposed>
+__device__ constexpr bool by_groups() {
+    return kGroups && T::kMany && !Transposed;
+}
+
+// The same share for 64 rows and all tokens, four warps together.
+template <class T>
+__device__ void multiply_by_groups(Sums<T>& sums, const uint4* weights, const uint4* tokens) {
+    unsigned group = threadIdx.x / 128, rows = T::kRows / 64;
+    const uint4* a = weights + group % rows * (8 * 64) + group / rows * 4;
+    const uint4* b = tokens + group / rows * 4;
+    multiply_group<T::kStep / 16 / T::kAlongInputs>(reinterpret_cast<float(&)[4 * T::kN]>(sums), a, b);
+}
+
 // A warp's share of a step: every kAlongInputs-th 32 of its inputs.
 template <class T, bool Transposed>
 __device__ void multiply_step(Sums<T>& sums, const uint4* weights, const uint4* tokens) {
+    if constexpr (by_groups<T, Transposed>()) return multiply_by_groups<T>(sums, weights, tokens);
     unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    unsigned row = warp % T::kAlongRows * (16 * T::kM), rest = warp / T::kAlongRows;
-    unsigned token = rest % T::kAlongTokens * (8 * T::kN), part = rest / T::kAlongTokens;
+    unsigned row = warp % T::kAlongRows * (16 * T::kM), part = warp / T::kAlongRows;
     unsigned first = lane / 8 % 2, second = lane / 16, in_matrix = lane % 8;  // of the lane's matrix of a, and its row
 #pragma unroll
     for (int i = 0; i < T::kStep / 32 / T::kAlongInputs; ++i) {
@@ -36,7 +58,7 @@ __device__ void multiply_step(Sums<T>& sums, const uint4* weights, const uint4* 
 #pragma unroll
             for (int n = 0; n < T::kN; n += kTogether) {
                 uint32_t b[2 * kTogether];
-                unsigned t = token + 8 * n + (kTogether > 1 ? 8 * second : 0) + in_matrix;
+                unsigned t = 8 * n + (kTogether > 1 ? 8 * second : 0) + in_matrix;
                 load_matrices(b, tokens + Place<T::kAcross>::of(t, k + first));
 #pragma unroll
                 for (int j = 0; j < kTogether; ++j) {
@@ -51,15 +73,14 @@ __device__ void multiply_step(Sums<T>& sums, const uint4* weights, const uint4* 
 template <class T>
 __device__ void store_sums(const Sums<T>& sums, float* to) {
     unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    unsigned row = warp % T::kAlongRows * (16 * T::kM), rest = warp / T::kAlongRows;
-    unsigned token = rest % T::kAlongTokens * (8 * T::kN), part = rest / T::kAlongTokens;
+    unsigned row = warp % T::kAlongRows * (16 * T::kM), part = warp / T::kAlongRows;
 #pragma unroll
     for (int m = 0; m < T::kM; ++m) {
 #pragma unroll
         for (int n = 0; n < T::kN; ++n) {
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                unsigned t = part * T::kTokens + token + 8 * n + lane % 4 * 2 + r % 2;
+                unsigned t = part * T::kTokens + 8 * n + lane % 4 * 2 + r % 2;
                 to[t * T::kPitch + row + 16 * m + r / 2 * 8 + lane / 4] = sums[m][n][r];
             }
         }
@@ -73,15 +94,23 @@ __device__ inline void add(float4& sum, const float4& x) {
     sum.w += x.w;
 }
 
-// Four sums of a token and their neighbours: over the warps of this block, kept in the first one's place.
-template <class T>
-__device__ void add_warps(float* sums) {
-#pragma unroll 1
-    for (unsigned at = threadIdx.x; T::kAlongInputs > 1 && at < T::kTokens * T::kRows / 4; at += kThreads) {
-        float4* to = reinterpret_cast<float4*>(sums + at / (T::kRows / 4) * T::kPitch) + at % (T::kRows / 4);
-        float4 sum = *to;
+// Four sums of a token and their neighbours: over the warps of this block, kept in the first one's place. To those of
+// this block's own tokens comes what `Op` adds, whose loads are under way together.
+template <class T, class Op>
+__device__ void add_warps(const Op& op, int tile, int rank, float* sums) {
+    if (T::kAlongInputs == 1 && !Op::kAdds) return;
+    constexpr unsigned kAcross = T::kRows / 4;
+    int share = T::kTokens / op.shape.splits, first = rank * share, last = min(first + share, op.shape.T);
+#pragma unroll(Op::kAdds ? 4 : 1)
+    for (unsigned at = threadIdx.x; at < T::kTokens * kAcross; at += kThreads) {
+        int token = at / kAcross, row = at % kAcross * 4;
+        float4* to = reinterpret_cast<float4*>(sums + token * T::kPitch + row);
+        float4 sum = make_float4(0, 0, 0, 0);
+        if constexpr (Op::kAdds) {
+            if (token >= first && token < last) sum = op.template added<T>(tile, token, row);
+        }
 #pragma unroll
-        for (int w = 1; w < T::kAlongInputs; ++w) add(sum, to[w * T::kTokens * T::kPitch / 4]);
+        for (int w = 0; w < T::kAlongInputs; ++w) add(sum, to[w * T::kTokens * T::kPitch / 4]);
         *to = sum;
     }
 }
@@ -90,12 +119,11 @@ __device__ void add_warps(float* sums) {
 template <class T>
 struct Total {
     const float* sums;  // of this block
-    float4 start;
     int token, blocks;
 
     __device__ float4 operator()(int row) const {
         const float4* mine = reinterpret_cast<const float4*>(sums + token * T::kPitch + row);
-        float4 parts[kMostSplits], sum = start;
+        float4 parts[kMostSplits], sum = make_float4(0, 0, 0, 0);
 #pragma unroll
         for (int rank = 0; rank < kMostSplits; ++rank) {
             if (rank < blocks) parts[rank] = load_peer(mine, rank, blocks);

@@ -7,7 +7,7 @@
 namespace kimi_fx::layer {
 
 cudaError_t launch_v_up_o(const HeadParams& v_up, const AddParams& o, int32_t* counters, const Chip& chip) {
-    return launch_dependent(heads<false>(v_up), linear_add(o), counters, chip);
+    return launch_dependent<32, 32>(heads<false>(v_up), linear_add(o), counters, chip);
 }
 
 }  // namespace kimi_fx::layer

@@ -65,7 +65,7 @@ class Inputs:
     routed: Tensor  # [T, D]
     bias: Tensor  # [E] f32
     valid: Tensor  # [T] bool
-    counters: Tensor  # [2] i32
+    counters: Tensor  # i32
 
 
 def normal(*size: int) -> Tensor:
@@ -86,7 +86,7 @@ def weights() -> Weights:
 def inputs(rows: int) -> Inputs:
     angle = torch.rand(rows, R, device="cuda")
     bias, valid = torch.zeros(E, device="cuda"), torch.ones(rows, dtype=torch.bool, device="cuda")
-    counters = torch.zeros(2, dtype=torch.int32, device="cuda")
+    counters = torch.zeros(4 + rows * (E + K), dtype=torch.int32, device="cuda")
     o, routed = normal(rows, H, L), normal(rows, D)
     return Inputs(normal(rows, D), angle.cos(), angle.sin(), o, routed, bias, valid, counters)
 
@@ -125,7 +125,7 @@ def count_launches(w: Weights, i: Inputs) -> int:
     def mix(h: Tensor, *routing: Tensor) -> Tensor:
         return KERNELS.marlin_moe(h, e.w13, e.s13, e.w2, e.s2, *routing)
 
-    return launches(lambda: layer(KERNELS, w, i, attend, mix))
+    return len(launches(lambda: layer(KERNELS, w, i, attend, mix)))
 
 
 def parts(i: Inputs) -> dict[str, Callable[[Weights], object]]:
@@ -142,13 +142,14 @@ def parts(i: Inputs) -> dict[str, Callable[[Weights], object]]:
     }
 
 
-def launches(call: Callable[[], object]) -> int:
-    """Kernels of one call."""
+def launches(call: Callable[[], object]) -> list[str]:
+    """The kernels of one call by name, and copies."""
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [name for name in on_device if not name.endswith(" Sync")]  # the profiler's wait at its end, and ours
 
 
 def measure_rows(

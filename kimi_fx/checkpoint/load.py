@@ -83,9 +83,9 @@ def random_params(
         if leaf.init == "words":
             low, high = -(2**31), 2**31
             return torch.randint(low, high, leaf.shape, generator=generator, dtype=leaf.stored, device=device)
-        if leaf.init == "scales":  # codes deviate by 4.6
-            spread = torch.rand(leaf.shape, generator=generator, device=device) + 0.5
-            return (0.004 * spread).to(leaf.stored)
+        if leaf.init == "scales":  # codes deviate by 4.6 from -0.5: of either sign, or that mean would add up in layers
+            spread = torch.rand(leaf.shape, generator=generator, device=device) * 2 - 1
+            return (0.004 * (spread + spread.sign() / 2)).to(leaf.stored)
         return torch.randn(leaf.shape, generator=generator, device=device) * 0.02
 
     return _fill(plan, draw, device, dtype, mesh)

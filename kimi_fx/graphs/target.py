@@ -31,7 +31,7 @@ def forward(
     the tapped layers [B, N, taps * D] in the order they are named."""
     cos, sin = pair_angles(*angles(positions, p.inv_freq, m.rope.amplitude))
     schedule = ops.mla_schedule(length, tokens.shape[1], p.layers[0].attention.q_b.shape[0])
-    counters = torch.zeros(2, dtype=torch.int32, device=tokens.device)
+    counters = torch.zeros(4 + min(tokens.numel(), 128) * (m.E + m.K), dtype=torch.int32, device=tokens.device)
     context = Context(page_table, length, ancestors, schedule, cos.flatten(0, 2), sin.flatten(0, 2), counters)
     x = embed(tokens, p.embed, p.rank, axis).flatten(0, 1)
     rows, tapped = [], {}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .linear import few_rows
+from .linear import ROWS, few_rows
 from .shapes import Given, agree, require
 
 Routed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -30,21 +30,23 @@ def check(
     wanted: dict[str, Given] = {
         "x": (x, "T D", None),
         "squares": (squares, "T pieces", torch.float32),
-        "counters": (counters, "2", torch.int32),
+        "counters": (counters, "counters", torch.int32),
         "norm": (norm, "D", None),
         "router": (router, "E D", None),
         "bias": (bias, "E", torch.float32),
         "gate_up": (gate_up, "2 I D", x.dtype),
         "valid": (valid, "T", torch.bool),
     }
-    experts = agree("norm_route", wanted)["E"]
-    require("norm_route", 1 <= k <= experts, f"1 to {experts} experts a token", k)
+    sizes = agree("norm_route", wanted)
+    require("norm_route", 1 <= k <= sizes["E"], f"1 to {sizes['E']} experts a token", k)
+    least = 4 + min(sizes["T"], ROWS) * (sizes["E"] + k)
+    require("norm_route", sizes["counters"] >= least, f"{least} counters or more", sizes["counters"])
 
 
 def reference(
     x: Tensor,  # [T, D]
     squares: Tensor,  # [T, pieces] f32 that add up to the sum of x's squares, from `v_up_o`
-    counters: Tensor,  # [2] i32 zero, and left so: the kernel's blocks count in it
+    counters: Tensor,  # [4 + T * (E + k)] i32 zero, and left so: the kernel's blocks tell each other there
     norm: Tensor,  # [D]
     router: Tensor,  # [E, D]
     bias: Tensor,  # [E] f32

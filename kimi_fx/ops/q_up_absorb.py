@@ -29,13 +29,14 @@ def check(
         "q_norm": (q_norm, "q_lora", qkv.dtype),
         "kv_norm": (kv_norm, "L", qkv.dtype),
         "w_uk": (w_uk, "H nope L", qkv.dtype),
-        "counters": (counters, "2", torch.int32),
+        "counters": (counters, "counters", torch.int32),
     }
     s = agree("q_up_absorb", first)
     sums = {"q_lora+L+R": s["q_lora"] + s["L"] + s["R"], "nope+R": s["nope"] + s["R"]}
     rest: dict[str, Given] = {"qkv": (qkv, "T q_lora+L+R", None), "q_b": (q_b, "H nope+R q_lora", qkv.dtype)}
     agree("q_up_absorb", rest, **s, **sums)
     require("q_up_absorb", s["R"] % 2 == 0, "pairs of rotated columns", f"R = {s['R']}")
+    require("q_up_absorb", s["counters"] >= 4, "4 counters or more", s["counters"])
 
 
 def reference(
@@ -46,7 +47,7 @@ def reference(
     w_uk: Tensor,  # [H, nope, L]
     cos: Tensor,  # [T, R] f32, an angle for each element
     sin: Tensor,  # [T, R] f32, negative for the first of a pair
-    counters: Tensor,  # [2] i32 zero, and left so: the kernel's blocks count in it
+    counters: Tensor,  # [4, up] i32 zero, and left so: the kernel's blocks count in it
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """q [T, H, L + R] and rows [T, L + R]."""

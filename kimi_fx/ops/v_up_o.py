@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .linear import few_rows
-from .shapes import Given, agree
+from .shapes import Given, agree, require
 
-PIECE = 64  # columns whose squares are summed
+PIECE = 32  # columns whose squares are summed
 
 
 def check(o: Tensor, w_uv: Tensor, weight: Tensor, residual: Tensor | None, counters: Tensor) -> None:
@@ -21,9 +21,10 @@ def check(o: Tensor, w_uv: Tensor, weight: Tensor, residual: Tensor | None, coun
     rest: dict[str, Given] = {
         "weight": (weight, "D H*value", o.dtype),
         "residual": (residual, "T D", o.dtype),
-        "counters": (counters, "2", torch.int32),
+        "counters": (counters, "counters", torch.int32),
     }
-    agree("v_up_o", rest, **sizes, **{"H*value": sizes["H"] * sizes["value"]})
+    found = agree("v_up_o", rest, **sizes, **{"H*value": sizes["H"] * sizes["value"]})["counters"]
+    require("v_up_o", found >= 4, "4 counters or more", found)
 
 
 def reference(
@@ -31,9 +32,9 @@ def reference(
     w_uv: Tensor,  # [H, value, L]
     weight: Tensor,  # [D, H * value]
     residual: Tensor | None,  # [T, D]
-    counters: Tensor,  # [2] i32 zero, and left so: the kernel's blocks count in it
+    counters: Tensor,  # [4, up] i32 zero, and left so: the kernel's blocks count in it
 ) -> tuple[Tensor, Tensor]:
-    """x [T, D], and squares [T, D / 64, up] f32 whose sum over a row is that of x's squares."""
+    """x [T, D], and squares [T, D / 32, up] f32 whose sum over a row is that of x's squares."""
     check(o, w_uv, weight, residual, counters)
     v = torch.bmm(o.transpose(0, 1), w_uv.mT).transpose(0, 1).flatten(1)
     x = F.linear(v, weight)

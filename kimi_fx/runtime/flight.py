@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graphs.pytree import tree_map
+from ..graphs.pytree import tree_leaves, tree_map
 from ..graphs.state import Emitted, Tree
 from ..request import Request
 
@@ -26,11 +26,30 @@ class Flight:
     arrived: Any = None  # event after which the tensors may be read; None: now
 
 
+def in_one_piece(emitted: Emitted) -> Emitted:
+    """The same numbers as views of one buffer, each from a multiple of 8 bytes on."""
+    leaves = [leaf.flatten().view(torch.uint8) for leaf in tree_leaves(emitted)]
+    whole, at = torch.cat([piece for leaf in leaves for piece in (leaf, leaf.new_zeros(-len(leaf) % 8))]), 0
+
+    def view(leaf: Tensor) -> Tensor:
+        nonlocal at
+        start, at = at, at + leaf.nbytes + -leaf.nbytes % 8
+        return whole[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
+
+    return tree_map(view, emitted)
+
+
 def copied(flight: Flight) -> Flight:
-    """The flight with its tensors in host memory, on their way there."""
+    """The flight with its tensors in host memory, on their way there: one copy for all that share a buffer."""
+    buffers: dict[int, Tensor] = {}
 
     def copy(leaf: Tensor) -> Tensor:
-        return torch.empty_like(leaf, device="cpu", pin_memory=True).copy_(leaf, non_blocking=True)
+        storage = leaf.untyped_storage()
+        if (key := storage.data_ptr()) not in buffers:
+            whole = leaf.new_empty(0, dtype=torch.uint8).set_(storage)
+            buffers[key] = torch.empty_like(whole, device="cpu", pin_memory=True).copy_(whole, non_blocking=True)
+        host = torch.empty(0, dtype=leaf.dtype)
+        return host.set_(buffers[key].untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
 
     emitted, tree = tree_map(copy, flight.emitted), flight.tree and tree_map(copy, flight.tree)
     arrived = torch.cuda.Event()

@@ -5,6 +5,8 @@ them runs an engine of the same class, one step for every step of rank 0, which 
 in between. One process group carries both: tensors on CUDA through NCCL, tensors on the CPU through gloo.
 """
 
+import atexit
+import os
 import pickle
 import subprocess
 import sys
@@ -156,18 +158,22 @@ class Ranks:
     def fail(self, error: BaseException) -> None:
         """End all ranks for this rank's error. Raises RuntimeError with the first cause where another rank had it."""
         own = self.ended or not isinstance(error, Exception) or self.watch.report(error)
-        self.close(broken=True)
+        interrupted, wrong = isinstance(error, KeyboardInterrupt), own and isinstance(error, ValueError)
+        self.close(broken=True, code=130 if interrupted else 2 if wrong else 1)
         if not own:
             raise RuntimeError(self.watch.cause) from error
 
-    def close(self, broken: bool = False) -> None:
-        """End the followers: after their last step, or at once where a step was broken off."""
+    def close(self, broken: bool = False, code: int = 1) -> None:
+        """End the followers: after their last step, or at once where a step was broken off. `code`: with which this
+        process ends then, be it later, if it has a device."""
         if self.ended:
             return
         self.ended = True
         broken = broken or self.watch.cause is not None
         if dist.is_initialized() and not broken:
             broken = not self.leave()
+        if broken and torch.cuda.is_initialized():
+            atexit.register(end_at_once, code, self)
         self.watch.over.set()
         for follower in self.followers:
             end(follower, 0.0 if broken else PATIENCE)
@@ -228,6 +234,15 @@ def end(follower: "subprocess.Popen[bytes]", patience: float) -> None:
     except subprocess.TimeoutExpired:
         follower.kill()
         follower.wait()
+
+
+def end_at_once(code: int, ranks: Ranks) -> None:
+    """The end of a process whose device waits for ranks that are no more: freeing anything would wait for the device.
+    Until then `ranks` holds what is on it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+    os._exit(code)
 
 
 def wait_for(store: Store, key: str) -> str:

@@ -26,6 +26,7 @@ from .buckets import Bucket, Chunk, buckets, fit, name
 from .build import cache_folder
 from .capture import Graphs
 from .compiled import Arguments, Step, compile_step, example, load_step, signature
+from .flight import in_one_piece
 from .ingredients import ingredients
 from .load import Loaded
 from .ranks import Ranks
@@ -91,7 +92,7 @@ class Rounds:
         if bucket not in self.calls:
             arguments = self.arguments(bucket, params, pool, state)
             call = partial(self.step(bucket, arguments), *arguments)
-            self.calls[bucket] = self.graphs.capture(call) if self.graphs else call
+            self.calls[bucket] = self.graphs.capture(partial(for_host, call)) if self.graphs else call
         return self.calls[bucket]
 
     def arguments(self, bucket: Bucket, params: Params, pool: KVPool, state: StepState) -> Arguments:
@@ -202,6 +203,12 @@ class Rounds:
     def say(self, line: str, end: str = "\n") -> None:
         if self.speaks:
             print(line, file=sys.stderr, flush=True, end=end)
+
+
+def for_host(call: Callable[[], Any]) -> Any:
+    """What the call gives, with its last part, what is emitted, in one piece."""
+    *rest, emitted = call()
+    return *rest, in_one_piece(emitted)
 
 
 def clock(seconds: float) -> str:

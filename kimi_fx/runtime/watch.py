@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import extract_tb
 
@@ -85,6 +85,7 @@ class Watch(threading.Thread):
                 return
         if self.rank == 0:
             print(f"kimi-fx: {self.cause}", file=sys.stderr, flush=True)
+            reap(self.followers)
         os._exit(1)
 
     def check(self) -> None:
@@ -114,6 +115,14 @@ class Watch(threading.Thread):
         keys = [(rank, f"at{rank}") for rank in range(self.size)]
         found = ", ".join(f"rank {r} in {self.store.get(key).decode()}" for r, key in keys if self.store.check([key]))
         return f"a step has taken more than mesh.timeout={self.limit:g} s: {found}{self.advice}"
+
+
+def reap(followers: "Sequence[subprocess.Popen[bytes]]") -> None:
+    """Wait for those that were killed: nobody else would ask for their exit codes, and a driver takes its time."""
+    last = time.monotonic() + GRACE
+    for follower in followers:
+        with suppress(subprocess.TimeoutExpired):
+            follower.wait(max(last - time.monotonic(), 0.0))
 
 
 def whereabouts() -> str:

@@ -114,7 +114,7 @@ def test_the_lowest_id_wins_ties(T: int, E: int, k: int, seed: int) -> None:
     k, (_, args, _) = min(k, E), layer.norm_route(draw(seed), T, 64, E, 8, min(k, E), padding=0.2)
     x, squares, counters, norm, router, bias, gate_up, valid, *rest = args
     x.zero_()[:, 0] = 2
-    squares.fill_(4)
+    squares.fill_(4 / squares.shape[1])
     router.zero_()[:, 0] = torch.randint(-2, 3, (E,), device="cuda") / 8
     bias = torch.randint(0, 2, (E,), device="cuda") * 4.0
     found = KERNELS.norm_route(x, squares, counters, norm.fill_(1), router, bias, gate_up, valid, *rest)
@@ -144,9 +144,11 @@ def test_sizes_of_a_large_model(T: int) -> None:
 
 
 @pytest.mark.parametrize("T", [1, 13, 128])
-def test_every_operator_is_one_launch(T: int) -> None:
+def test_launches(T: int) -> None:
+    """One an operator, and one for the norm of many rows."""
     for case in of_a_large_model(T):
-        assert launches(lambda case=case: getattr(KERNELS, case.name)(*case.args)) == 1, case.name
+        kernels = launches(lambda case=case: getattr(KERNELS, case.name)(*case.args))
+        assert len(kernels) == 1 + (T > 16 and "norm" in case.name), f"{case.name}: {kernels}"
 
 
 @pytest.mark.parametrize("T", [1, 16, 128])

@@ -32,7 +32,7 @@ class Draw:
 
 
 def counters(like: Tensor) -> Tensor:
-    return torch.zeros(2, dtype=torch.int32, device=like.device)
+    return torch.zeros(4 + 128 * 1056, dtype=torch.int32, device=like.device)
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def v_up_o(draw: Draw, T: int, H: int, L: int, value: int, D: int) -> Case:
     weight, residual = draw.weights(D, H * value), draw.values(T, D)
     v = torch.einsum("thl,hvl->thv", o.double(), w_uv.double()).flatten(1)
     x = residual.double() + times(v, weight)
-    squares = torch.stack([piece.square().sum(1) for piece in x.split(64, 1)], 1)
+    squares = torch.stack([piece.square().sum(1) for piece in x.split(32, 1)], 1)
     return Case("v_up_o", (o, w_uv, weight, residual, counters(o)), (x, squares))
 
 
@@ -102,7 +102,7 @@ def norm_route(draw: Draw, T: int, D: int, E: int, inner: int, k: int, padding: 
     device = x.device
     bias = torch.randn(E, generator=draw.generator, device=device) * 0.1
     valid = torch.rand(T, generator=draw.generator, device=device) >= padding
-    squares = torch.stack([piece.float().square().sum(1) for piece in x.split(64, 1)], 1)
+    squares = torch.stack([piece.float().square().sum(1) for piece in x.split(32, 1)], 1)
     h = rms(x, norm)
     shared = swish(times(h, gate_up[0]), times(h, gate_up[1]))
     args = (x, squares, counters(x), norm, router, bias, gate_up, valid, k, SCALE, EPS)

@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
+
+from oracles.processes import runs
 
 TESTS = Path(__file__).parents[1]
 PATIENCE = 60.0  # seconds for a slow machine; what is waited for takes less than one
@@ -21,13 +22,6 @@ def wait_for(what: Callable[[], object]) -> None:
     while not what():
         assert time.monotonic() < last
         time.sleep(0.02)
-
-
-def runs(pid: int) -> bool:
-    """Neither gone nor a zombie."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
 
 
 @pytest.fixture
