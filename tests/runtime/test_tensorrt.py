@@ -1,8 +1,9 @@
-"""The drafter's dense parts as operators of their own: the cut is right, and what cannot be had is refused in a sentence.
+"""The drafter's dense parts as operators: the cut is right, and what cannot be had is refused in a sentence.
 
 Engines themselves are `test_gpu_tensorrt.py`'s. On a CPU such an operator is the function that an engine is built from.
 """
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from torch import Tensor
 from kimi_fx.compose import load_config
 from kimi_fx.engine import Engine
 from kimi_fx.graphs import drafter
-from kimi_fx.graphs.params import Params
 from kimi_fx.graphs.pytree import tree_map
 from kimi_fx.graphs.state import Shape, slots
 from kimi_fx.ops import KERNELS, REFERENCE
@@ -60,8 +60,8 @@ def test_the_parts_together_are_the_block(make_engine: Any, held_out: list[list[
 def test_operators_are_sound(make_engine: Any, part: str) -> None:
     engine = make_engine()
     name = part.removeprefix("draft_")
-    found = given(engine, 2)[name]
-    torch.library.opcheck(getattr(tensorrt, part), tuple(x if isinstance(x, float) else torch.randn(x.shape) for x in found))
+    *tensors, eps = given(engine, 2)[name]
+    torch.library.opcheck(getattr(tensorrt, part), (*(torch.randn(x.shape) for x in tensors), eps))
 
 
 def given(engine: Engine, batch: int) -> dict[str, tuple[Any, ...]]:
@@ -105,8 +105,9 @@ def test_refusals(words: list[str], device: torch.device, compiled: bool, said: 
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torch_tensorrt", None)
-    with pytest.raises(ValueError, match=r"torch_tensorrt cannot be imported \(.*\): pip install 'kimi-fx\[tensorrt\]'"):
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
+    said = r"torch_tensorrt cannot be imported \(.*\): pip install 'kimi-fx\[tensorrt\]'"
+    with pytest.raises(ValueError, match=said):
         tensorrt.check_backend(load_config([ASKED]), CUDA, True)
 
 
