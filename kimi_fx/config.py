@@ -48,6 +48,8 @@ class Drafter:
     """Context tokens a slot sees at most, itself counted; null: what the checkpoint says of each layer."""
     rope_amplitude: float | None = None
     """Factor on the drafter's cos and sin; null: from the checkpoint's rope settings."""
+    backend: Literal["inductor", "tensorrt"] = "inductor"
+    """What its dense parts are in compiled rounds on CUDA: our kernels in Inductor's code, or TensorRT engines."""
 
 
 @dataclass(frozen=True)

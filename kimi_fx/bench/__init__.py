@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 
 from ..rules import nearest
-from . import acceptance, cpu, demo, layer, mla, moe, step, sums
+from . import acceptance, cpu, demo, draft, layer, mla, moe, step, sums
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": demo.run,
     "acceptance": acceptance.run,
     "cpu": cpu.run,
+    "draft": draft.run,
     "layer": layer.run,
     "mla": mla.run,
     "moe": moe.run,

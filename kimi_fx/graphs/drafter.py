@@ -5,6 +5,8 @@
 layers. A mask slot predicts the token of its own place. It shares the target's embedding and head.
 """
 
+from functools import partial
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -13,7 +15,7 @@ from ..config import DrafterModel
 from ..ops import Ops
 from .axis import Axis, gather_columns, psum
 from .layers import add_linear, angles, embed, half_angles, rms_norm, rotate_halves
-from .params import DrafterLayer, DrafterParams, TargetParams
+from .params import DrafterParams, TargetParams
 from .state import KVPool, StepState
 
 
@@ -34,7 +36,7 @@ def context_kv(
     kv = kv.unflatten(0, features.shape[:2]).unflatten(-1, p.kv.shape[:4])
     k, v = rearrange(kv, "B A layers two KV head -> two layers B A KV head")
     cos, sin = _angles(p, m, positions)
-    k = torch.stack([_key(k[i], p.k_norm[i], m, cos, sin) for i in range(m.layers)])
+    k = torch.stack([_rotated(k[i], p.k_norm[i], cos, sin, m.norm_eps) for i in range(m.layers)])
     return k, v
 
 
@@ -53,44 +55,59 @@ def draft(
     tokens = torch.cat((state.anchor.unsqueeze(1), state.anchor.new_full((B, block - 1), m.mask_id)), 1)
     positions = state.length.long().unsqueeze(1) + torch.arange(block, device=tokens.device)
     cos, sin = _angles(p, m, positions)
+    before = ops.draft_project or partial(project, ops)
+    after = ops.draft_finish or partial(finish, ops, axis)
     x = embed(tokens, target.embed, target.rank, axis).flatten(0, 1)
     for i, layer in enumerate(p.layers):
-        x = _attend(layer, p, m, ops, i, x, pool, state, cos, sin, axis)
-        inner = ops.norm_gate_up(x, layer.mlp_norm, layer.mlp.gate_up, m.norm_eps)
-        x = add_linear(ops, inner, layer.mlp.down, x, None, axis)
+        heads = layer.q.flatten(0, 1), p.kv[i].flatten(0, 2), layer.q_norm, p.k_norm[i]
+        q, k, v = before(x, layer.attention_norm, *heads, cos, sin, m.norm_eps)
+        context = pool.draft_k[i], pool.draft_v[i], state.page_table, state.length
+        o = ops.draft_attention(q, *context, k, v, m.scale, m.windows[i], m.causal[i])
+        mlp = layer.mlp_norm, layer.mlp.gate_up, layer.mlp.down
+        x = after(x, o.flatten(2).flatten(0, 1), layer.o.flatten(1), *mlp, m.norm_eps)
     slots = x.unflatten(0, tokens.shape)[:, 1:].flatten(0, 1)
     columns = ops.norm_linear(slots, p.norm, target.lm_head, m.norm_eps, axis is None)
     return gather_columns(columns, axis).float().unflatten(0, (B, block - 1))  # few rows: each rank ranks them all
 
 
-def _attend(
-    layer: DrafterLayer,
-    p: DrafterParams,
-    m: DrafterModel,
+def project(
     ops: Ops,
-    i: int,
     x: Tensor,  # [B * S, D]
-    pool: KVPool,
-    state: StepState,
-    cos: Tensor,  # [B, S, 1, head]
+    norm: Tensor,  # [D]
+    q: Tensor,  # [H * head, D]
+    kv: Tensor,  # [2 * KV * head, D]
+    q_norm: Tensor,  # [head]
+    k_norm: Tensor,  # [head]
+    cos: Tensor,  # [B, S, 1, head] f32
     sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, S, H, head], keys and values [B, S, KV, head] of the block's slots: a layer up to its attention."""
+    shape = (*cos.shape[:2], -1, cos.shape[-1])
+    queries = ops.norm_linear(x, norm, q, eps, False).view(shape)
+    queries = _rotated(queries, q_norm, cos, sin, eps)
+    keys, values = ops.norm_linear(x, norm, kv, eps, False).view(shape).chunk(2, 2)
+    return queries, _rotated(keys, k_norm, cos, sin, eps), values
+
+
+def finish(
+    ops: Ops,
     axis: Axis | None,
+    x: Tensor,  # [B * S, D]
+    o: Tensor,  # [B * S, H * head] what attention gives
+    out: Tensor,  # [D, H * head]
+    norm: Tensor,  # [D]
+    gate_up: Tensor,  # [2, inner, D]
+    down: Tensor,  # [D, inner]
+    eps: float,
 ) -> Tensor:
-    """x plus what attention adds to it."""
-    shape = (*cos.shape[:2], -1, m.head)
-    q = ops.norm_linear(x, layer.attention_norm, layer.q.flatten(0, 1), m.norm_eps, False).view(shape)
-    q = rotate_halves(rms_norm(q, layer.q_norm, m.norm_eps), cos, sin)
-    kv = ops.norm_linear(x, layer.attention_norm, p.kv[i].flatten(0, 2), m.norm_eps, False)
-    k, v = kv.view(shape).chunk(2, 2)
-    k = _key(k, p.k_norm[i], m, cos, sin)
-    o = ops.draft_attention(
-        q, pool.draft_k[i], pool.draft_v[i], state.page_table, state.length, k, v, m.scale, m.windows[i], m.causal[i]
-    )
-    return add_linear(ops, o.flatten(2).flatten(0, 1), layer.o.flatten(1), x, None, axis)
+    """x plus what attention and the MLP add to it, [B * S, D]: a layer from its attention on."""
+    x = add_linear(ops, o, out, x, None, axis)
+    return add_linear(ops, ops.norm_gate_up(x, norm, gate_up, eps), down, x, None, axis)
 
 
-def _key(k: Tensor, norm: Tensor, m: DrafterModel, cos: Tensor, sin: Tensor) -> Tensor:
-    return rotate_halves(rms_norm(k, norm, m.norm_eps), cos, sin)
+def _rotated(x: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    return rotate_halves(rms_norm(x, norm, eps), cos, sin)
 
 
 def _angles(p: DrafterParams, m: DrafterModel, positions: Tensor) -> tuple[Tensor, Tensor]:

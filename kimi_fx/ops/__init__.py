@@ -39,6 +39,8 @@ class Ops:
     draft_attention: Operator
     sample_and_walk: Operator
     commit: Operator
+    draft_project: Operator | None = None  # these two: a part of the drafter whole, None: composed of those above
+    draft_finish: Operator | None = None
 
 
 KERNELS = Ops(

@@ -23,11 +23,11 @@ from ..config import DrafterModel, TargetModel
 from ..graphs.params import Params
 from ..graphs.pytree import tree_map
 from ..graphs.state import Model
-from ..ops import KERNELS
 from .buckets import Bucket, name
 from .compiled import compile_step, example
 from .crew import crew, submit
 from .rounds import Rounds, clock
+from .tensorrt import operators
 
 MOST = 8  # builders: each holds a traced graph, and on CUDA a context
 
@@ -77,7 +77,7 @@ def in_parallel(rounds: Rounds, params: Params, cold: Sequence[Bucket], at_once:
     """Each bucket's entry, as it is done; one that another process has built meanwhile is not built again."""
     rounds.say(f"compiling {', '.join(map(name, cold))}, {at_once} at once, about {clock(rounds.pace())} each")
     forms: Any = tree_map(form, params)
-    geometry = (rounds.model.target, rounds.model.drafter)  # operators cannot be sent
+    model = rounds.model.target, rounds.model.drafter, rounds.backend  # operators cannot be sent
     threads = max(1, (os.cpu_count() or 1) // at_once)
     with rounds.store.building(), rounds.store.workshop() as folder, crew(at_once) as pool:
         jobs = {}
@@ -85,15 +85,16 @@ def in_parallel(rounds: Rounds, params: Params, cold: Sequence[Bucket], at_once:
             if entry := rounds.store.entry(name(bucket)):
                 yield bucket, entry
             else:
-                jobs[submit(pool, build, bucket, forms, geometry, folder / name(bucket), threads)] = bucket
+                jobs[submit(pool, build, bucket, forms, model, folder / name(bucket), threads)] = bucket
         for job in as_completed(jobs):
             yield jobs[job], rounds.keep(jobs[job], *job.result(), folder / name(jobs[job]))
 
 
 def build(
-    bucket: Bucket, forms: Any, geometry: tuple[TargetModel, DrafterModel | None], kernels: Path, threads: int
+    bucket: Bucket, forms: Any, model: tuple[TargetModel, DrafterModel | None, str], kernels: Path, threads: int
 ) -> tuple[bytes, dict[str, Any]]:
     """In a builder: a bucket's function, and what is noted of it."""
     torch._inductor.config.compile_threads = threads
-    idle = example(bucket, tree_map(hollow, forms), Model(*geometry, KERNELS))
+    target, drafter, backend = model
+    idle = example(bucket, tree_map(hollow, forms), Model(target, drafter, operators(backend)))
     return compile_step(bucket, idle, kernels)

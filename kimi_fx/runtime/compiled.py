@@ -21,6 +21,7 @@ from ..graphs.params import Params
 from ..graphs.pytree import tree_leaves
 from ..graphs.state import Model, empty_pool, empty_state
 from .buckets import Bucket, Chunk
+from .tensorrt import load_engines
 
 Step = Callable[..., Any]  # of the signature of `ddtree_step` or `prefill_step`
 Arguments = tuple[Any, ...]  # params, pool, state, and the rest of what a step takes
@@ -42,6 +43,7 @@ def compile_step(bucket: Bucket, arguments: Arguments, kernels: Path) -> tuple[b
             torch._dynamo.mark_dynamic(leaf, 1)
         function = compiled.aot_compile((arguments, {}))
         code = type(function).serialize(function).serialized_data
+        load_engines(arguments, kernels)
     return code, {"seconds": round(time.monotonic() - start, 1), "arguments": signature(arguments)}
 
 
@@ -51,6 +53,7 @@ def load_step(file: Path, arguments: Arguments, kernels: Path) -> Step:
         with torch._inductor.config.patch(compile_threads=1):  # nothing to compile: start no workers
             function: Any = torch.compiler.load_compiled_function(data, f_globals=vars(step))
         function.disable_guard_check()
+        load_engines(arguments, kernels)
         function(*arguments)
     return function
 

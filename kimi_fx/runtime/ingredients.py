@@ -18,9 +18,10 @@ from ..graphs.params import drafter_plan, target_plan
 from ..graphs.pytree import tree_leaves
 from ..graphs.state import Model
 from .build import source_folder
+from .tensorrt import versions
 
 PACKAGE = Path(__file__).parents[1]
-TRACED = ("config.py", "graphs/*.py", "ops/*.py", "runtime/compiled.py")
+TRACED = ("config.py", "graphs/*.py", "ops/*.py", "runtime/compiled.py", "runtime/tensorrt.py")
 
 
 def ingredients(model: Model, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
@@ -36,6 +37,7 @@ def ingredients(model: Model, dtype: torch.dtype, device: torch.device) -> dict[
         "python": platform.python_version(),
         "device": cuda_name(device) if on_cuda else digest(cpu_flags()),
         "dtype": str(dtype).removeprefix("torch."),
+        "drafter.backend": versions() if model.ops.draft_project else "inductor",
     } | geometry(model)
     for pattern in TRACED:
         for file in sorted(PACKAGE.glob(pattern)):

@@ -21,7 +21,6 @@ from ..config import Config
 from ..graphs.params import Params
 from ..graphs.pytree import tree_map
 from ..graphs.state import Emitted, KVPool, Shape, StepState, slots
-from ..ops import KERNELS
 from ..request import Plan
 from .buckets import Bucket, Chunk, buckets, fit, name
 from .build import cache_folder
@@ -32,6 +31,7 @@ from .ingredients import ingredients
 from .load import Loaded
 from .ranks import Ranks
 from .store import Store
+from .tensorrt import operators
 
 FIXED, PER_LAYER = 5.0, 1.0  # seconds that compiling takes on a server
 UNRECORDED = 4  # times that where steps are not recorded, which is mostly C++ for a CPU
@@ -67,7 +67,8 @@ class Rounds:
     """Callables by bucket, over one pool and one state. ValueError if run.require_warm finds something cold."""
 
     def __init__(self, config: Config, loaded: Loaded, plan: Plan) -> None:
-        self.model = replace(loaded.model, ops=KERNELS)
+        self.backend = config.drafter.backend
+        self.model = replace(loaded.model, ops=operators(self.backend))
         self.buckets = buckets(config, self.model, plan)
         self.store = Store(cache_folder(), ingredients(self.model, loaded.dtype, loaded.device))
         self.budget = plan.budget
