@@ -3,7 +3,8 @@
 //
 // A node has one child that could be next, as children come in the order of their ranks: the frontier has a place a
 // node, and the warp holds it in registers. Its best by (score descending, depth, parent, rank) is two reductions away,
-// so the tree is the reference's for the same log-probabilities.
+// so the tree is the reference's for the same log-probabilities. A child whose log-probability is yet to come counts as
+// the best of all, so that only then is anything waited for.
 
 #include "build_tree.h"
 
@@ -102,7 +103,8 @@ __device__ void grow(int budget, int k, TreeMemory& m) {
 
 __device__ void write_node(const TreeParams& p, int b, int i, const TreeMemory& m) {
     bool valid = i < m.count, below = valid && i > 0;
-    uint32_t tag = below ? m.tag[i] : 0, row = tag >> kDepthAt, rank = (tag & kStepMask) / sizeof(float) - row * (p.k + 1);
+    uint32_t tag = below ? m.tag[i] : 0, row = tag >> kDepthAt;
+    uint32_t rank = (tag & kStepMask) / sizeof(float) - row * (p.k + 1);
     auto parent_of = [](uint32_t tag) -> int { return tag >> kParentAt & (kMaxNodes - 1); };
     int depth = below ? row + 1 : 0;
     int64_t at = int64_t(b) * p.N + i;

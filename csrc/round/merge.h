@@ -33,12 +33,12 @@ struct Merge {
         held = ptx::shared_address(room + lane) + 2 * row;
     }
 
-    // The lane that has the next key takes it; for each, visit(whether it does, its key) must not branch. All lanes get
-    // the key's value, `ordered`; 0 past the last, which every lane "takes".
+    // The lane that has the next key takes it; every lane calls visit(whether it does, its head), which should not
+    // branch. All get the key's value, `ordered`; 0 past the last, which none takes.
     template <typename Visit>
     __device__ uint32_t next(Visit visit) {
         uint32_t high = head >> 32, top = __reduce_max_sync(~0u, high);
-        bool own = high == top;
+        bool own = high == top && top;
         unsigned holders = __ballot_sync(~0u, own);
         if (holders & (holders - 1)) own &= uint32_t(head) == __reduce_max_sync(~0u, own ? uint32_t(head) : 0);
         visit(own, head);
