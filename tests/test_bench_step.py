@@ -18,7 +18,7 @@ import torch
 import kimi_fx.runtime.rounds
 from kimi_fx.bench import mla, moe, rank, step, trace, work
 from kimi_fx.bench.device import Rates
-from kimi_fx.bench.routing import chances, router_bias
+from kimi_fx.bench.routing import chances, expected_hits, router_bias
 from kimi_fx.bench.trace import Kernel, shares
 from kimi_fx.cli import main
 from kimi_fx.compose import load_config
@@ -44,11 +44,6 @@ TINY_DRAFTER = DrafterModel(
 @pytest.fixture(scope="module")
 def k26() -> Model:
     return step.geometry()[1]
-
-
-def expected_hits(chance: torch.Tensor, tokens: int) -> float:
-    """Distinct experts that independent tokens visit."""
-    return float((1 - (1 - chance) ** tokens).sum())
 
 
 def shape(nodes: int, batch: int = 1) -> Shape:
@@ -283,7 +278,7 @@ def test_the_whole_flow(flow: Callable[..., list[dict[str, Any]]], capsys: Any) 
         assert sum(cell[f"{part} floor us"] for part in work.PARTS) == pytest.approx(cell["floor us"])
         assert cell["tokens/s"] == pytest.approx(cell["batch"] * (2.5 if cell["nodes"] > 1 else 1) * 1e4)
         visits = cell["batch"] * cell["nodes"] * TINY.K
-        assert TINY.K <= cell["experts"] <= min(TINY.E, visits)
+        assert TINY.K <= cell["experts"] <= min(TINY.E, visits) and TINY.K <= cell["expected"] + 1e-6 < TINY.E
         bytes_ = cell["experts"] * work.expert_bytes(TINY)
         assert cell["experts MB"] == pytest.approx(bytes_ / 1e6)
     assert not any(cell["draft MB"] for cell in found if cell["nodes"] == 1)
