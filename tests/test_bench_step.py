@@ -20,6 +20,7 @@ from kimi_fx.bench import mla, moe, rank, step, trace, work
 from kimi_fx.bench.device import Rates
 from kimi_fx.bench.routing import chances, expected_hits, router_bias
 from kimi_fx.bench.trace import Kernel, shares
+from kimi_fx.checkpoint.load import random_params
 from kimi_fx.cli import main
 from kimi_fx.compose import load_config
 from kimi_fx.config import DrafterModel, Rope, TargetModel
@@ -151,6 +152,13 @@ def test_a_round_reads_as_many_experts_as_its_routing_says() -> None:
             chance = chances(kind, t.E, t.K)
             rank.set_router_bias(one.params, router_bias(chance, rank.INIT * t.D**0.5))
             assert step.experts_hit(one, shape(64)) == pytest.approx(expected_hits(chance, 64), rel=0.03)
+
+
+def test_random_experts_average_to_nothing() -> None:
+    """What an expert adds to every token alike would grow with the layers until all tokens take the same experts."""
+    experts = random_params(work.plan_of(TINY), 0, torch.device("cpu"), torch.float32).layers[1].mlp.experts
+    for weights in (experts.w13, experts.w2):
+        assert weights.mean().abs() < 0.03 * weights.std()
 
 
 def test_zipf_chances() -> None:
