@@ -1,4 +1,4 @@
-// Products of four warps together on sm_90a: 64 rows of weights and 32, 64 or 128 tokens, both from shared memory.
+// Products of four warps together on sm_90a: 64 rows of weights and 16 to 128 tokens, both from shared memory.
 
 #pragma once
 
@@ -12,6 +12,15 @@ namespace kimi_fx::layer {
 constexpr bool kGroups = true;
 
 // d += a b for a depth of 16.
+__device__ inline void multiply(float (&d)[8], uint64_t a, uint64_t b) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1, 0, 0;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "l"(a), "l"(b));
+}
+
 __device__ inline void multiply(float (&d)[16], uint64_t a, uint64_t b) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"

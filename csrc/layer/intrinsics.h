@@ -57,15 +57,6 @@ __device__ inline void wait_for_groups(int open) {
     }
 }
 
-// Into the L2.
-__device__ inline void warm(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
-
-// Not to be foreseen by the compiler, which would make two loops of one.
-__device__ inline int opaque(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-
 // ---- counters that blocks of one kernel share ----
 
 // For all threads of a block, whose earlier writes are seen by whoever sees the count.
@@ -146,15 +137,6 @@ __device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t 
         "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// ---- a warp ----
-
-// The greatest of the lanes' values.
-__device__ inline uint64_t greatest(uint64_t x) {
-    uint32_t high = __reduce_max_sync(~0u, static_cast<uint32_t>(x >> 32));
-    uint32_t low = __reduce_max_sync(~0u, x >> 32 == high ? static_cast<uint32_t>(x) : 0);
-    return uint64_t(high) << 32 | low;
 }
 
 // ---- a cluster ----

@@ -80,7 +80,7 @@ cudaError_t launch_tiles(Op1 one, Op2 two, const Chip& chip) {
     return launch_blocks(pair_kernel<T1, Op1, T2, Op2>, blocks + followers, splits, shared, chip, one, two, blocks);
 }
 
-// `Few` and `Some` are the rows of a tile at up to 8 and up to 16 tokens: 16 and 32 where inputs are many, else 64.
+// `Few` and `Some` are the rows of a tile at up to 8 and up to 16 tokens: as few as 16 where inputs are many, else 64.
 template <int Few, int Some, class Op>
 cudaError_t launch_few(const Op& op, const Chip& chip) {
     return op.shape.T <= 8 ? launch_tile<Tile<8, Few>>(op, chip) : launch_tile<Tile<16, Some>>(op, chip);
@@ -97,7 +97,8 @@ cudaError_t launch_narrow(const Op& op, const Chip& chip) {
 template <class Op>
 cudaError_t launch_many(const Op& op, const Chip& chip) {
     bool enough = op.template count_tiles<Tile<64, 128>>() * kMostSplits >= chip.blocks;
-    if (chip.arch < 90 || op.shape.T <= 32 || !enough) return launch_narrow(op, chip);
+    if (chip.arch < 90 || !enough) return launch_narrow(op, chip);
+    if (op.shape.T <= 32) return launch_tile<Tile<32, 128>>(op, chip);
     return op.shape.T <= 64 ? launch_tile<Tile<64, 128>>(op, chip) : launch_tile<Tile<128, 128>>(op, chip);
 }
 

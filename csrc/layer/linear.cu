@@ -29,9 +29,16 @@ NormLinear<Out, Normed> norm_linear(const LinearParams& p) {
     return op;
 }
 
+// Up to 16 tokens narrow tiles only where wide ones leave multiprocessors without any: not for a vocabulary.
+template <class Op>
+cudaError_t launch_normed(const Op& op, const Chip& chip) {
+    bool many = op.template count_tiles<Tile<16, 32>>() >= chip.blocks;
+    return many ? launch_few<16, 32>(op, chip) : launch_few<16, 16>(op, chip);
+}
+
 template <class Out>
 cudaError_t launch_as(const LinearParams& p, const Chip& chip) {
-    if (p.T <= kFew) return launch_few<16, 32>(norm_linear<Out, true>(p), chip);
+    if (p.T <= kFew) return launch_normed(norm_linear<Out, true>(p), chip);
     cudaError_t error = launch_norm_rows({p.x, p.norm, p.h, p.T, p.inputs, p.eps}, chip);
     if (error != cudaSuccess) return error;
     return launch_many(norm_linear<Out, false>(p), chip);

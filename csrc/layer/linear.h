@@ -32,17 +32,20 @@ struct LinearAdd : Rows {
     __nv_bfloat16* out;
     float* squares;
 
+    struct Added {
+        uint2 residual, other;
+    };
     template <class T>
-    __device__ float4 added(int tile, int token, int row) const {
+    __device__ Added added(int tile, int token, int row) const {
         int64_t at = int64_t(token) * rows + min(tile * T::kRows + row, rows - 4);
-        float4 sum = make_float4(0, 0, 0, 0);
-        if (residual) add(sum, load_four(residual + at));
-        if (other) add(sum, load_four(other + at));
-        return sum;
+        Added found{};
+        if (residual) found.residual = *reinterpret_cast<const uint2*>(residual + at);
+        if (other) found.other = *reinterpret_cast<const uint2*>(other + at);
+        return found;
     }
 
     template <class T>
-    __device__ void finish(int tile, int token, int row, float, const Total<T>& total) const {
+    __device__ void finish(int tile, int token, int row, const Added& added, const Total<T>& total) const {
         static_assert(T::kRows % 32 == 0);
         int lane = threadIdx.x % 32;
         int64_t at = int64_t(token) * rows + tile * T::kRows + row;
@@ -50,6 +53,8 @@ struct LinearAdd : Rows {
         float4 sum = make_float4(0, 0, 0, 0);
         if (real) {
             sum = total(row);
+            add(sum, as_four(added.residual));
+            add(sum, as_four(added.other));
             store_four(out + at, sum);
         }
         if (squares == nullptr) return;

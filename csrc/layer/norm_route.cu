@@ -80,34 +80,38 @@ struct Route : Plain {
         if (expert < p.E) show(reinterpret_cast<float4*>(p.logits + int64_t(token) * p.E + expert), no_zero(total(row)));
     }
 
-    __host__ __device__ int extras() const { return p.T <= kFew ? 1 : (p.T + kWarps - 1) / kWarps; }
-    int room() const { return 20 * (p.E + 1) + 4 + 8 * kWarps * rounded(p.E) + 2 * p.T * p.K; }
+    // Warps of a block that choose: as many as have room.
+    __host__ __device__ int choosers() const { return p.E <= kMostRouted / 2 ? kWarps : kWarps / 2; }
+    __host__ __device__ int extras() const { return p.T <= kFew ? 1 : (p.T + choosers() - 1) / choosers(); }
+    int room() const { return choosers() * Scratch::bytes(p.E) + List::bytes(p); }
 
-    // A warp a token, or two where that saves an exchange.
+    // A warp a token, or more where that saves an exchange.
     template <class T>
     __device__ void extra(int block, uint4* ring) const {
-        Score* scores = reinterpret_cast<Score*>(ring) + threadIdx.x / 32 * rounded(p.E);
-        uint32_t* visits = reinterpret_cast<uint32_t*>(reinterpret_cast<Score*>(ring) + kWarps * rounded(p.E));
-        int* starts = reinterpret_cast<int*>(visits + (p.E + 1) * kWords);
-        uint16_t* chosen = reinterpret_cast<uint16_t*>(starts + p.E + 1);
-        int first = block * kWarps + threadIdx.x / 32, apart = extras() * kWarps, lane = threadIdx.x % 32;
+        int warp = threadIdx.x / 32, lane = threadIdx.x % 32, vectors = Scratch::bytes(p.E) / 16;
+        Scratch room(ring + warp * vectors, p.E);
+        List list(p, ring + choosers() * vectors);
+        Pairs pairs(p.K);
+        int first = warp < choosers() ? block * choosers() + warp : p.T, apart = extras() * choosers();
+        bool alone = extras() == 1;
+        list.clear();
+        __syncthreads();
 #pragma unroll 1
-        for (int pass = 0; pass < 2; ++pass) {
-            bool real = opaque(pass) > 0, lists = block == extras() - 1;
-#pragma unroll 1
-            for (int i = threadIdx.x; i < (p.E + 1) * kWords; i += kThreads) visits[i] = 0;
-#pragma unroll 1
-            for (int token = first; token < p.T; token += apart) {
-                uint16_t* own = chosen + token * p.K;
-                choose_experts(p, token, scores, own, real);
-                if (real && extras() > 1 && lane < p.K) show(p.shown + token * p.K + lane, own[lane] + 2);
+        for (int token = first; token < p.T; token += apart) {
+            Choice choice = choose_experts(p, token, room);
+            int pair = token * p.K + lane;
+            if (lane >= p.K) continue;
+            if (alone) {
+                list.note(pair, token, choice.id);
+            } else {
+                show(p.shown + pair, choice.id + 2);
             }
-            if (!lists) continue;
-            if (real && extras() > 1) gather_chosen(p, chosen);
-            __syncthreads();
-            list_pairs(p, chosen, visits, starts, real);
-            __syncthreads();
+            p.ids[pair] = choice.id, p.weights[pair] = choice.weight;
         }
+        if (block < extras() - 1) return;
+        if (!alone) gather_chosen(p, pairs, list);
+        __syncthreads();
+        list_pairs(p, pairs, list);
     }
 };
 

@@ -14,8 +14,8 @@
 //   kNormed, norm()  the norm's weights over the inputs. x * norm is rounded as it enters the product, and 1 / rms joins
 //                    the sums; where `kEarly`, `scale(token)` gives 1 / rms before and joins there, `Lanes` threads a
 //                    token, and `keep` may store what enters
-//   kAdds, added     what is added to four neighbouring sums of a token
-//   finish           these are complete
+//   finish           four neighbouring sums of a token are complete
+//   kAdds, added     what is added to them, which `finish` is given, is asked for before the product
 //   extras, extra    how many blocks follow those of tiles, and what each does, in shared memory of `room` bytes
 //   ready, done      what a tile's block waits for before it reads tokens, and what it does when its sums are stored,
 //                    with what `ready` gave
@@ -41,6 +41,7 @@ struct Shape {
 // What an operator does without.
 struct Plain {
     static constexpr bool kTransposed = false, kNormed = false, kEarly = false, kAdds = false;
+    struct Added {};
     __device__ const __nv_bfloat16* norm() const { return nullptr; }
     template <int Lanes>
     __device__ float scale(int) const {
@@ -70,22 +71,47 @@ __device__ float inverse_rms_of(const Op& op, const float2* squares) {
     return inverse_rms(sum, op.shape.inputs, op.shape.eps);
 }
 
+// What a thread of a tile's block finishes: four neighbouring sums of every kApart-th token of the block's own.
 template <class T, class Op>
-__device__ void finish_tokens(const Op& op, int tile, int rank, const float* sums, const float* squares) {
-    constexpr unsigned kAcross = T::kRows / 4;
-    constexpr int kApart = kThreads / kAcross;  // tokens
-    int share = T::kTokens / op.shape.splits, first = rank * share, last = min(first + share, op.shape.T) - 1;
-    int row = threadIdx.x % kAcross * 4, token = first + int(threadIdx.x / kAcross);
-#pragma unroll 1
-    for (; token <= last; token += kApart) {
-        Total<T> total{sums, token, op.shape.splits};
-        float scale = 1;
-        if constexpr (Op::kNormed && !Op::kEarly) {
-            scale = inverse_rms_of(op, reinterpret_cast<const float2*>(squares) + token);
-        }
-        op.template finish<T>(tile, token, row, scale, total);
+struct Share {
+    static constexpr int kAcross = T::kRows / 4, kApart = kThreads / kAcross;
+    static constexpr int kMost = (T::kTokens + kApart - 1) / kApart, kAdded = Op::kAdds ? kMost : 1;
+    int tile, row, first, end;
+    typename Op::Added added[kAdded];
+
+    __device__ Share(const Op& op, int tile, int rank) : tile(tile) {
+        int tokens = T::kTokens / op.shape.splits;
+        row = threadIdx.x % kAcross * 4;
+        first = rank * tokens + threadIdx.x / kAcross;
+        end = min((rank + 1) * tokens, op.shape.T);
     }
-}
+
+    __device__ void ask(const Op& op) {
+        if constexpr (Op::kAdds) {
+#pragma unroll
+            for (int i = 0; i < kMost; ++i) {
+                if (first + i * kApart < end) added[i] = op.template added<T>(tile, first + i * kApart, row);
+            }
+        }
+    }
+
+    __device__ void finish(const Op& op, const float* sums, const float* squares) const {
+#pragma unroll(kAdded)
+        for (int i = 0; i < kMost; ++i) {
+            int token = first + i * kApart;
+            if (token >= end) break;
+            Total<T> total{sums, token, op.shape.splits};
+            if constexpr (Op::kAdds) {
+                op.template finish<T>(tile, token, row, added[i], total);
+            } else if constexpr (Op::kNormed && !Op::kEarly) {
+                float scale = inverse_rms_of(op, reinterpret_cast<const float2*>(squares) + token);
+                op.template finish<T>(tile, token, row, scale, total);
+            } else {
+                op.template finish<T>(tile, token, row, 1, total);
+            }
+        }
+    }
+};
 
 // 1 / rms of every token, by several threads each.
 template <class T, class Op>
@@ -119,8 +145,10 @@ __device__ void run_block(const Op& op, int block, uint4* ring) {
 #pragma unroll 1
     for (int s = 0; s < min(ahead, count); ++s) weights.copy(op, first + s, ring + s * T::kStage, policy);
     Norm<T> norm;
+    Share<T, Op> share(op, tile, rank);
     if (Op::kNormed) norm.fetch(op, first);
     wait_for_previous_kernel();
+    share.ask(op);
     int given = op.ready();
 #pragma unroll 1
     for (int s = 0; s < ahead; ++s) {
@@ -156,9 +184,9 @@ __device__ void run_block(const Op& op, int block, uint4* ring) {
     store_sums<T>(sums, room);
     if (Op::kNormed && !Op::kEarly) norm.store(of_tokens);
     __syncthreads();
-    add_warps<T>(op, tile, rank, room);
+    add_warps<T>(room);
     sync_cluster(op.shape.splits);
-    finish_tokens<T>(op, tile, rank, room, of_tokens);
+    share.finish(op, room, of_tokens);
     op.done(given);
     if (op.shape.splits > 1) sync_cluster(op.shape.splits);  // the others may still read
 }

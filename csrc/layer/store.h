@@ -13,12 +13,13 @@ __device__ inline void store_four(__nv_bfloat16* to, float4 v) {
 
 __device__ inline void store_four(float* to, float4 v) { *reinterpret_cast<float4*>(to) = v; }
 
-__device__ inline float4 load_four(const __nv_bfloat16* from) {
-    uint2 words = *reinterpret_cast<const uint2*>(from);
+__device__ inline float4 as_four(uint2 words) {
     float2 low = __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(words.x));
     float2 high = __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(words.y));
     return make_float4(low.x, low.y, high.x, high.y);
 }
+
+__device__ inline float4 load_four(const __nv_bfloat16* from) { return as_four(*reinterpret_cast<const uint2*>(from)); }
 
 __device__ inline float4 times(float4 v, float s) { return make_float4(v.x * s, v.y * s, v.z * s, v.w * s); }
 

@@ -22,21 +22,22 @@ __device__ constexpr bool by_groups() {
     return kGroups && T::kMany && !Transposed;
 }
 
-// The same share for 64 rows and all tokens, four warps together.
+// The share of four warps together: 64 rows, all inputs.
 template <class T>
 __device__ void multiply_by_groups(Sums<T>& sums, const uint4* weights, const uint4* tokens) {
     unsigned group = threadIdx.x / 128, rows = T::kRows / 64;
-    const uint4* a = weights + group % rows * (8 * 64) + group / rows * 4;
-    const uint4* b = tokens + group / rows * 4;
-    multiply_group<T::kStep / 16 / T::kAlongInputs>(reinterpret_cast<float(&)[4 * T::kN]>(sums), a, b);
+    const uint4* a = weights + group % rows * (64 * T::kAcross);
+    const uint4* b = tokens + group / rows * (8 * T::kN * T::kAcross);
+    multiply_group<T::kStep / 16>(reinterpret_cast<float(&)[4 * T::kN]>(sums), a, b);
 }
 
-// A warp's share of a step: every kAlongInputs-th 32 of its inputs.
+// A warp's share of a step: some rows, and every kAlongInputs-th 32 inputs or some tokens.
 template <class T, bool Transposed>
 __device__ void multiply_step(Sums<T>& sums, const uint4* weights, const uint4* tokens) {
     if constexpr (by_groups<T, Transposed>()) return multiply_by_groups<T>(sums, weights, tokens);
     unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    unsigned row = warp % T::kAlongRows * (16 * T::kM), part = warp / T::kAlongRows;
+    unsigned row = warp % T::kAlongRows * (16 * T::kM), others = warp / T::kAlongRows;
+    unsigned part = others % T::kAlongInputs, token = others / T::kAlongInputs * (8 * T::kN);
     unsigned first = lane / 8 % 2, second = lane / 16, in_matrix = lane % 8;  // of the lane's matrix of a, and its row
 #pragma unroll
     for (int i = 0; i < T::kStep / 32 / T::kAlongInputs; ++i) {
@@ -58,7 +59,7 @@ __device__ void multiply_step(Sums<T>& sums, const uint4* weights, const uint4* 
 #pragma unroll
             for (int n = 0; n < T::kN; n += kTogether) {
                 uint32_t b[2 * kTogether];
-                unsigned t = 8 * n + (kTogether > 1 ? 8 * second : 0) + in_matrix;
+                unsigned t = token + 8 * n + (kTogether > 1 ? 8 * second : 0) + in_matrix;
                 load_matrices(b, tokens + Place<T::kAcross>::of(t, k + first));
 #pragma unroll
                 for (int j = 0; j < kTogether; ++j) {
@@ -73,14 +74,15 @@ __device__ void multiply_step(Sums<T>& sums, const uint4* weights, const uint4* 
 template <class T>
 __device__ void store_sums(const Sums<T>& sums, float* to) {
     unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    unsigned row = warp % T::kAlongRows * (16 * T::kM), part = warp / T::kAlongRows;
+    unsigned row = warp % T::kAlongRows * (16 * T::kM), others = warp / T::kAlongRows;
+    unsigned token = others % T::kAlongInputs * T::kTokens + others / T::kAlongInputs * (8 * T::kN);
 #pragma unroll
     for (int m = 0; m < T::kM; ++m) {
 #pragma unroll
         for (int n = 0; n < T::kN; ++n) {
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                unsigned t = part * T::kTokens + 8 * n + lane % 4 * 2 + r % 2;
+                unsigned t = token + 8 * n + lane % 4 * 2 + r % 2;
                 to[t * T::kPitch + row + 16 * m + r / 2 * 8 + lane / 4] = sums[m][n][r];
             }
         }
@@ -94,23 +96,18 @@ __device__ inline void add(float4& sum, const float4& x) {
     sum.w += x.w;
 }
 
-// Four sums of a token and their neighbours: over the warps of this block, kept in the first one's place. To those of
-// this block's own tokens comes what `Op` adds, whose loads are under way together.
-template <class T, class Op>
-__device__ void add_warps(const Op& op, int tile, int rank, float* sums) {
-    if (T::kAlongInputs == 1 && !Op::kAdds) return;
+// Four sums of a token and their neighbours: over the warps of this block, kept in the first one's place.
+template <class T>
+__device__ void add_warps(float* sums) {
+    if (T::kAlongInputs == 1) return;
     constexpr unsigned kAcross = T::kRows / 4;
-    int share = T::kTokens / op.shape.splits, first = rank * share, last = min(first + share, op.shape.T);
-#pragma unroll(Op::kAdds ? 4 : 1)
+#pragma unroll 1
     for (unsigned at = threadIdx.x; at < T::kTokens * kAcross; at += kThreads) {
         int token = at / kAcross, row = at % kAcross * 4;
         float4* to = reinterpret_cast<float4*>(sums + token * T::kPitch + row);
-        float4 sum = make_float4(0, 0, 0, 0);
-        if constexpr (Op::kAdds) {
-            if (token >= first && token < last) sum = op.template added<T>(tile, token, row);
-        }
+        float4 sum = *to;
 #pragma unroll
-        for (int w = 0; w < T::kAlongInputs; ++w) add(sum, to[w * T::kTokens * T::kPitch / 4]);
+        for (int w = 1; w < T::kAlongInputs; ++w) add(sum, to[w * T::kTokens * T::kPitch / 4]);
         *to = sum;
     }
 }

@@ -1,7 +1,7 @@
 // How one block cuts its part of a product: some rows of weights, all tokens, the inputs in steps.
 //
 // Few tokens: a step is 16 KiB of weights, of which a warp takes 32 rows and 32 inputs at a time. Many: a step is 64
-// inputs, and every four warps multiply 64 rows and all tokens at once. The ring holds as many steps as fit: a short one
+// inputs, and every four warps multiply 64 rows and all tokens at once, or half of them: nothing is left to be added. The ring holds as many steps as fit: a short one
 // fits every chip, and two fit a multiprocessor of sm_90, so that clusters find room and the blocks that wait for others
 // of their launch fill their rings beside these.
 
@@ -21,12 +21,13 @@ template <int Tokens, int Rows, int Together = 2>
 struct Tile {
     static constexpr bool kMany = Tokens > kFew;
     static constexpr int kTokens = Tokens, kRows = Rows, kTogether = Together;
-    static constexpr int kSharing = Tokens == 16 ? 1 : Together;  // blocks that inputs are split for, as measured
+    static constexpr int kSharing = Tokens == 16 && Rows > 16 ? 1 : Together;  // blocks that inputs are split for, as measured
     static constexpr int kStep = kMany ? 64 : 8192 / Rows;        // inputs
     static constexpr int kAlongRows = kMany ? Rows / 16 : Rows > 32 ? Rows / 32 : 1;  // warps
-    static constexpr int kAlongInputs = kWarps / kAlongRows;
+    static constexpr int kAlongTokens = kMany ? kWarps / kAlongRows : 1;
+    static constexpr int kAlongInputs = kWarps / kAlongRows / kAlongTokens;
     static constexpr int kM = Rows / kAlongRows / 16;  // products of a warp, 16 x 8 each
-    static constexpr int kN = Tokens / 8;
+    static constexpr int kN = Tokens / kAlongTokens / 8;
     static constexpr int kWeights = Rows * kStep / 8;  // vectors of 16 bytes of a step
     static constexpr int kStage = kWeights + Tokens * kStep / 8;
     static constexpr int kPitch = Rows + 4;  // floats between the sums of two tokens: lanes meet different banks

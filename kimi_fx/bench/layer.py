@@ -131,7 +131,8 @@ def count_launches(w: Weights, i: Inputs) -> int:
 def parts(i: Inputs) -> dict[str, Callable[[Weights], object]]:
     """The layer's operators, each on inputs of its own."""
     rows = len(i.x)
-    qkv, shared, squares = normal(rows, Q_LORA + L + R), normal(rows, INNER), torch.ones(rows, 1, device="cuda")
+    qkv, shared = normal(rows, Q_LORA + L + R), normal(rows, INNER)
+    squares = i.x.float().square().sum(1, keepdim=True)
     ops = KERNELS
     return {
         "norm_qkv_a": lambda w: ops.norm_linear(i.x, w.attention_norm, w.qkv_a, EPS, False),

@@ -143,7 +143,7 @@ def test_sizes_of_a_large_model(T: int) -> None:
         check(case)
 
 
-@pytest.mark.parametrize("T", [1, 13, 128])
+@pytest.mark.parametrize("T", [1, 13, 64, 128])
 def test_launches(T: int) -> None:
     """One an operator, and one for the norm of many rows."""
     for case in of_a_large_model(T):
