@@ -18,8 +18,9 @@ import torch
 import kimi_fx.runtime.rounds
 from kimi_fx.bench import mla, moe, rank, step, trace, work
 from kimi_fx.bench.device import Rates
-from kimi_fx.bench.routing import chances, router_bias
+from kimi_fx.bench.routing import chances, expected_hits, router_bias
 from kimi_fx.bench.trace import Kernel, shares
+from kimi_fx.checkpoint.load import random_params
 from kimi_fx.cli import main
 from kimi_fx.compose import load_config
 from kimi_fx.config import DrafterModel, Rope, TargetModel
@@ -44,11 +45,6 @@ TINY_DRAFTER = DrafterModel(
 @pytest.fixture(scope="module")
 def k26() -> Model:
     return step.geometry()[1]
-
-
-def expected_hits(chance: torch.Tensor, tokens: int) -> float:
-    """Distinct experts that independent tokens visit."""
-    return float((1 - (1 - chance) ** tokens).sum())
 
 
 def shape(nodes: int, batch: int = 1) -> Shape:
@@ -156,6 +152,13 @@ def test_a_round_reads_as_many_experts_as_its_routing_says() -> None:
             chance = chances(kind, t.E, t.K)
             rank.set_router_bias(one.params, router_bias(chance, rank.INIT * t.D**0.5))
             assert step.experts_hit(one, shape(64)) == pytest.approx(expected_hits(chance, 64), rel=0.03)
+
+
+def test_random_experts_average_to_nothing() -> None:
+    """What an expert adds to every token alike would grow with the layers until all tokens take the same experts."""
+    experts = random_params(work.plan_of(TINY), 0, torch.device("cpu"), torch.float32).layers[1].mlp.experts
+    for weights in (experts.w13, experts.w2):
+        assert weights.mean().abs() < 0.03 * weights.std()
 
 
 def test_zipf_chances() -> None:
@@ -283,7 +286,7 @@ def test_the_whole_flow(flow: Callable[..., list[dict[str, Any]]], capsys: Any) 
         assert sum(cell[f"{part} floor us"] for part in work.PARTS) == pytest.approx(cell["floor us"])
         assert cell["tokens/s"] == pytest.approx(cell["batch"] * (2.5 if cell["nodes"] > 1 else 1) * 1e4)
         visits = cell["batch"] * cell["nodes"] * TINY.K
-        assert TINY.K <= cell["experts"] <= min(TINY.E, visits)
+        assert TINY.K <= cell["experts"] <= min(TINY.E, visits) and TINY.K <= cell["expected"] + 1e-6 < TINY.E
         bytes_ = cell["experts"] * work.expert_bytes(TINY)
         assert cell["experts MB"] == pytest.approx(bytes_ / 1e6)
     assert not any(cell["draft MB"] for cell in found if cell["nodes"] == 1)

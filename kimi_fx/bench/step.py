@@ -5,7 +5,8 @@ the engine does it; the sums over the ranks are left out. One node is plain deco
 is that of ROUNDS replays in a row, which the host launches ahead; its parts are a traced replay's shares of it
 (`trace.py`), beside what each has to read (`work.py`). The floor is the sum of the parts' floors: the larger of bytes
 at the card's read rate and products at its matrix rate, both measured in the same run. The experts hit are counted in
-one round that runs op by op. Idle is the time between two rounds, results being copied out as the engine does it.
+one round that runs op by op; expected are those of independent tokens. Idle is the time between two rounds, results
+being copied out as the engine does it.
 """
 
 import json
@@ -44,7 +45,7 @@ from .rank import (
     without_drafter,
 )
 from .record import say
-from .routing import KINDS, chances, router_bias
+from .routing import KINDS, chances, expected_hits, router_bias
 from .trace import shares, traced
 from .work import PARTS, round_work
 
@@ -155,7 +156,8 @@ def get_ready(rank: Rank, shapes: set[Shape]) -> None:
 def measure_cell(cell: Cell, rank: Rank, shape: Shape, pages: Tensor, card: Rates) -> dict[str, Any]:
     """Microseconds of the round and its parts, megabytes and floors of each."""
     m = rank.model.target
-    set_router_bias(rank.params, router_bias(chances(cell.routing, m.E, m.K), INIT * sqrt(m.D)))
+    chance = chances(cell.routing, m.E, m.K)
+    set_router_bias(rank.params, router_bias(chance, INIT * sqrt(m.D)))
     seat_all(rank.state, cell.batch, cell.context, cell.nodes, pages)
     hits = experts_hit(rank, shape)
     replay = rank.rounds.call(shape, rank.params, rank.pool, rank.state)
@@ -173,8 +175,8 @@ def measure_cell(cell: Cell, rank: Rank, shape: Shape, pages: Tensor, card: Rate
     work = round_work(rank.model, shape, cell.context, hits)
     floors = {part: work[part].floor(card) for part in PARTS}
     floor = sum(floors.values())
-    found = {"experts": hits, "us": seconds * 1e6, "floor us": floor * 1e6, "over floor": seconds / floor}
-    found["idle us"] = idle * 1e6
+    found = {"experts": hits, "expected": expected_hits(chance, cell.batch * cell.nodes)}
+    found |= {"us": seconds * 1e6, "floor us": floor * 1e6, "over floor": seconds / floor, "idle us": idle * 1e6}
     for part in PARTS:
         found[f"{part} us"] = share[part] * seconds * 1e6
         found[f"{part} floor us"] = floors[part] * 1e6
@@ -212,7 +214,8 @@ def each_line(found: Iterator[dict[str, Any]], write: Callable[[str], object]) -
         named = Cell(cell["batch"], cell["nodes"], cell["context"], cell["routing"])
         say(
             f"{named}: {cell['us'] / 1e3:.2f} ms, {cell['over floor']:.2f}x the floor, {cell['tokens/s']:.0f} "
-            f"tokens/s, {cell['experts']:.1f} experts a layer, {cell['idle us']:.1f} us idle between rounds"
+            f"tokens/s, {cell['experts']:.1f} experts a layer ({cell['expected']:.1f} expected), {cell['idle us']:.1f} "
+            "us idle between rounds"
         )
         yield cell
 
@@ -233,7 +236,8 @@ def run(overrides: Sequence[str]) -> int:
         lines.write(json.dumps(result(card, []) | {"acceptance": acceptance}) + "\n")
         found = list(each_line(measure(cells, config, model, card, acceptance, device), lines.write))
     whole = result(card, found) | {"acceptance": acceptance}
-    heads = ["batch", "nodes", "context", "routing", "experts", "us", "floor us", "over floor", "idle us", "tokens/s"]
+    heads = ["batch", "nodes", "context", "routing", "experts", "expected"]
+    heads += ["us", "floor us", "over floor", "idle us", "tokens/s"]
     heads += [f"{part} us" for part in PARTS]
     note = f"one of {RANKS} ranks without its sums over the ranks, {acceptance:g} tokens a round where it drafts"
     report("step", whole, heads, picture(found), folder, note)
