@@ -140,18 +140,20 @@ def test_router_bias_gives_the_chances(kind: str) -> None:
         assert hits == pytest.approx(expected_hits(chance, tokens), rel=0.03)
 
 
-def test_a_round_reads_as_many_experts_as_its_routing_says() -> None:
-    """Its nodes hold different tokens, and hidden states are as independent as they are in every layer."""
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 64), (4, 16)])
+def test_a_round_reads_as_many_experts_as_its_routing_says(batch: int, nodes: int) -> None:
+    """Nodes and requests hold different tokens, and hidden states are as independent as they are in every layer."""
     t = replace(TINY, layers=8, D=512, E=384, K=8, V=8192, H=4, L=64, q_lora=64)
     model = Model(t, replace(TINY_DRAFTER, D=512, mask_id=8191), KERNELS)
     with torch.no_grad():
-        room, device = rank.Room(1, 18, 18), torch.device("cpu")
-        one = rank.make_rank(load_config(["run.nodes=[64]"]), model, room, device, torch.float32)
-        rank.seat_all(one.state, 1, 1000, 64, torch.arange(18).int())
+        room, device = rank.Room(batch, 18, 18 * batch), torch.device("cpu")
+        one = rank.make_rank(load_config([f"run.nodes=[{nodes}]"]), model, room, device, torch.float32)
+        rank.seat_all(one.state, batch, 1000, nodes, torch.arange(room.pages).int())
         for kind in ("uniform", "zipf"):
             chance = chances(kind, t.E, t.K)
             rank.set_router_bias(one.params, router_bias(chance, rank.INIT * t.D**0.5))
-            assert step.experts_hit(one, shape(64)) == pytest.approx(expected_hits(chance, 64), rel=0.03)
+            found = step.experts_hit(one, shape(nodes, batch))
+            assert found == pytest.approx(expected_hits(chance, batch * nodes), rel=0.03)
 
 
 def test_random_experts_average_to_nothing() -> None:
