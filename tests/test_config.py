@@ -448,6 +448,7 @@ def test_table_of_keys_is_the_dataclasses() -> None:
         "typing.Literal['auto', 'float32', 'bfloat16']": "auto, float32 or bfloat16",
         "typing.Literal['auto', 'reference']": "auto or reference",
         "typing.Literal['text', 'json']": "text or json",
+        "typing.Literal['inductor', 'tensorrt']": "inductor or tensorrt",
     }  # fmt: skip
     for row in resolve([]):
         kind, default, limit, _ = rows[row.key]

@@ -2,7 +2,7 @@
 
     <cache>/<torch>-<cuda>-<triton>-<arch>-tp<ranks>-<fingerprint>/
         manifest.json    the ingredients
-        inductor/        Inductor's own cache: kernels, their sources, of all functions
+        inductor/        Inductor's own cache: kernels, their sources, of all functions; TensorRT engines
         <name>.aot       one function
         <name>.json      its checksums, those of the kernels made with it, seconds it took; written last
 
