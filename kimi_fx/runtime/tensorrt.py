@@ -84,8 +84,9 @@ def packages() -> tuple[Any, Any]:
             import torch_tensorrt
             import torch_tensorrt.dynamo
     except Exception as error:  # of a bare kind without its libraries
+        why = (str(error) or repr(error)).splitlines()[0]
         raise ValueError(
-            f"drafter.backend=tensorrt, but torch_tensorrt cannot be imported ({(str(error) or repr(error)).splitlines()[0]}): "
+            f"drafter.backend=tensorrt, but torch_tensorrt cannot be imported ({why}): "
             "pip install 'kimi-fx[tensorrt]', or leave it out."
         ) from error
     return torch_tensorrt, sys.modules["tensorrt"]
