@@ -217,7 +217,7 @@ def test_engine_in_the_calling_process(alone: dict[str, Any]) -> None:
     """Requests that are added, cancelled and left unread reach all ranks, and the ranks end with the engine."""
     engine = Engine.load([*FP32, "mesh.tp=2", "mesh.check=true", "mesh.timeout=60"], progress=False)
     assert engine.ranks is not None
-    (follower,) = engine.ranks.followers
+    (follower,), watch = engine.ranks.followers, engine.ranks.watch
     engine.add([3840, 5, 6, 7], {"max_tokens": 30})
     unwanted = engine.add([3840, *range(100, 300)], {"max_tokens": 30})  # its order takes two parts
     for _ in range(3):
@@ -232,7 +232,7 @@ def test_engine_in_the_calling_process(alone: dict[str, Any]) -> None:
         Engine.load([*FP32, "mesh.tp=2"], progress=False)
     del engine, stream
     gc.collect()
-    assert follower.poll() == 0
+    assert follower.poll() == 0 and not watch.is_alive()
 
 
 def test_a_ranks_share_of_kimi_k2_6() -> None:

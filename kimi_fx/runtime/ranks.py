@@ -26,7 +26,7 @@ from ..checkpoint.shards import AXES
 from ..config import Config, environment, see_only
 from ..graphs.axis import Axis, gather, psum, rows_of_columns
 from .peers import part, share
-from .watch import Watch
+from .watch import GRACE, Watch
 
 GROUP = "0"  # torch's name of a process's first group; the same in all processes, so that graphs are, too
 FOREVER = timedelta(days=365)  # a rank may wait that long for the next request; `Watch` finds one that hangs
@@ -177,6 +177,7 @@ class Ranks:
         self.watch.over.set()
         for follower in self.followers:
             end(follower, 0.0 if broken else PATIENCE)
+        self.watch.join(GRACE)  # the interpreter's end aborts a process with a thread inside the store
 
     def leave(self) -> bool:
         """Leave the group with all others, as NCCL ends together; whether they came in time."""
