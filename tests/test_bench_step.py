@@ -153,7 +153,7 @@ def test_a_round_reads_as_many_experts_as_its_routing_says(batch: int, nodes: in
             chance = chances(kind, t.E, t.K)
             rank.set_router_bias(one.params, router_bias(chance, rank.INIT * t.D**0.5))
             found = step.experts_hit(one, shape(nodes, batch))
-            assert found == pytest.approx(expected_hits(chance, batch * nodes), rel=0.03)
+            assert found == pytest.approx(expected_hits(chance, batch * nodes), rel=0.06)
 
 
 def test_random_experts_average_to_nothing() -> None:

@@ -178,5 +178,5 @@ def test_another_process_traces_nothing(both: Both) -> None:
     every = sorted(name(bucket) for bucket in both.compiled.rounds.buckets)
     assert served["graphs"] == 0 and served["loaded"] == served["buckets"] == every
     assert served["called"] == every and served["backend"] == "cuda compiled"
-    assert served["again"] and not served["growth"] and served["start"] < STARTS_IN
+    assert served["again"] and served["growth"] <= 0 and served["start"] < STARTS_IN
     assert served["found"]["eager"] == 0

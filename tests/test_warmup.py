@@ -84,8 +84,8 @@ def test_another_process_traces_nothing(served: dict[str, Any]) -> None:
     assert served["backend"] == "cpu compiled"
 
 
-def test_300_rounds_take_no_more_memory_and_say_the_same(served: dict[str, Any]) -> None:
-    assert served["again"] and not served["growth"]
+def test_450_rounds_take_no_more_memory_and_say_the_same(served: dict[str, Any]) -> None:
+    assert served["again"] and served["growth"] <= 0
 
 
 def test_every_kind_of_request_is_as_eager(served: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ def test_one_rank_compiles_and_both_serve(pair: list[str], tmp_path: Path) -> No
     served = json.loads(run("oracles.warm", *words, *more, cache=tmp_path, threads=1).stdout)
     assert served["graphs"] == 0 and served["loaded"] == built and kernels(tmp_path) == before
     assert kept == {file.name: file.stat().st_mtime_ns for file in weights.glob("rank*")}
-    assert served["again"] and not served["growth"]
+    assert served["again"] and served["growth"] <= 0
     check_texts(served)
 
 

@@ -45,7 +45,7 @@ def serve(engine: Engine) -> dict[str, Any]:
 
 
 def growth(engine: Engine) -> int:
-    """Tensors more after 300 rounds than after the first 150."""
+    """Tensors more after every 150 of 450 rounds, at the least: what is kept once is no leak."""
 
     def tensors() -> int:
         for _ in range(3):
@@ -53,7 +53,8 @@ def growth(engine: Engine) -> int:
         gc.collect()
         return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
-    return -tensors() + tensors()
+    first, second, third = tensors(), tensors(), tensors()
+    return min(second - first, third - second)
 
 
 def main(overrides: list[str]) -> None:
