@@ -91,7 +91,7 @@ def token_limit(
         )
     if len(stops) > STOP_SLOTS:
         raise ValueError(f"{len(stops)} stop ids were asked for, the model's own included: at most {STOP_SLOTS}.")
-    strange = [t for t in (*p.stop_token_ids, *(p.logit_bias or {})) if not 0 <= t < V]
-    if strange:
-        raise ValueError(f"stop_token_ids or logit_bias names id {strange[0]}: ids are 0 to {V - 1}.")
+    for field, ids in (("stop_token_ids", p.stop_token_ids), ("logit_bias", p.logit_bias or {})):
+        if strange := [t for t in ids if not 0 <= t < V]:
+            raise ValueError(f"{field} names id {strange[0]}: ids are 0 to {V - 1}.")
     return limit

@@ -139,13 +139,11 @@ def inspect(overrides: Sequence[str]) -> int:
     from .checkpoint.configs import read_target
     from .checkpoint.report import inspect
     from .compose import load_config
-    from .config import package_path
-    from .runtime.load import read_text, target_folder
+    from .runtime.load import drafter_folder, read_text, target_folder
 
     config = load_config(overrides)
     target, d = target_folder(config), config.drafter
-    drafter = package_path(d.path) if d.path else None
-    print(inspect(target, drafter, config.target.lora_norm_eps, d.window, d.rope_amplitude))
+    print(inspect(target, drafter_folder(config), config.target.lora_norm_eps, d.window, d.rope_amplitude))
     print(f"\n{read_text(target, read_target(target, None).V).describe()}")
     return 0
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,7 +12,6 @@ from kimi_fx.bench import BENCHES
 from kimi_fx.bench.acceptance import pool
 from kimi_fx.bench.cpu import compare
 from kimi_fx.bench.device import heat_map
-from kimi_fx.bench.huggingface import huggingface
 from kimi_fx.bench.record import table
 from kimi_fx.cli import main
 from kimi_fx.compose import load_config
@@ -94,10 +92,13 @@ def test_demo(capsys):
     assert plain == tree and "tree over plain: " in out
 
 
-def test_without_transformers(small, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match="transformers is not installed: pip install"):
-        huggingface(small[0])
+@pytest.mark.parametrize(("there", "said"), [((), "transformers and compressed"), (("transformers",), "needs comp")])
+def test_without_the_extra(there, said, monkeypatch, capsys):
+    """Known before anything is loaded."""
+    monkeypatch.setattr("kimi_fx.bench.huggingface.find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr("kimi_fx.bench.cpu.Engine", None)
+    assert main(["bench", "cpu"]) == 2
+    assert said in (err := capsys.readouterr().err) and "pip install 'kimi-fx[test]'" in err
 
 
 def test_table():

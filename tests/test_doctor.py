@@ -1,6 +1,7 @@
 """The doctor: a folder of Kimi K2.6's size without its data is planned in seconds, each fault is one message."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -95,6 +96,19 @@ def test_a_fault_is_one_message(fault, short: Path, capsys: pytest.CaptureFixtur
     out, err = capsys.readouterr()
     assert code == 2 and err.count("kimi-fx:") == 1 and all(said in err for said in FAULTS[fault])
     assert "checkpoint: NOT GOOD" in out and "memory: it fits" in out
+
+
+def test_a_plan_before_the_download(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the presets alone, with what the folder of Kimi K2.6 would give."""
+    code = main(["doctor", "target=kimi_k2_6", "drafter=kimi_k2_6_dflash", "mesh.tp=8", "memory=139", "run.batch=1"])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "") and "checkpoint: none is named" in out and "memory: it fits" in out
+    assert re.search("target weights +76.18 GB", out) and re.search("drafter weights +0.8[0-9] GB", out)
+
+
+def test_what_no_mesh_mends(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"target={short}", "memory=0.2"]) == 2
+    assert "what is beside weights and pool does not fit by itself" in capsys.readouterr().err
 
 
 def test_too_much_for_a_rank(short: Path, capsys: pytest.CaptureFixture[str]) -> None:

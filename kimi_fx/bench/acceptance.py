@@ -53,11 +53,13 @@ def run(overrides: Sequence[str]) -> int:
 
 
 def generate(engine: Engine, prompts: list[Any], name: str, **how: Any) -> list[Result]:
-    """Every prompt's result, some batches at a time for the sake of a progress bar on stderr."""
-    size = 4 * engine.config.run.batch
-    groups = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-    bar = tqdm(groups, desc=name, unit=f"{size} prompts")
-    return [result for group in bar for result in engine.generate(group, **how)]
+    """Every prompt's result, some batches at a time for the sake of a progress bar, if a terminal is there."""
+    size, results = 4 * engine.config.run.batch, list[Result]()
+    with tqdm(total=len(prompts), desc=name, unit="prompt", disable=None) as bar:
+        while len(results) < len(prompts):
+            results += engine.generate(prompts[len(results) : len(results) + size], **how)
+            bar.update(len(results) - bar.n)
+    return results
 
 
 def row(results: Sequence[Result]) -> list[str]:

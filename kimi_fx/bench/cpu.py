@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..compose import load_config
-from ..config import Mode, package_path
+from ..config import Mode
 from ..engine import Engine
 from ..inputs import read_prompts
-from .huggingface import huggingface
+from ..runtime.load import target_folder
+from .huggingface import check_installed, huggingface
 from .record import record, say, table
 
 USUAL = [
@@ -28,13 +29,14 @@ Way = Callable[[list[int]], list[int]]
 
 
 def run(overrides: Sequence[str]) -> int:
+    check_installed()
     config = load_config([*USUAL, *overrides])
     if config.sampling.temperature:
         raise ValueError("bench cpu compares greedy texts: leave sampling.temperature unset.")
     prompts = [ids for ids, _ in read_prompts(config)]
     tokens = config.sampling.limit or 1
     engine = Engine.open(config)
-    peer = huggingface(package_path(config.target.path or ""), engine.model.target.lora_norm_eps)
+    peer = huggingface(target_folder(config), engine.model.target.lora_norm_eps)
 
     def ours(mode: Mode, budget: int | None) -> Way:
         how = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}

@@ -65,8 +65,7 @@ def prepare(config: Config, place: Place | None = None) -> Loaded:
     model, folder = read_model(config, device)
     check_divides(model.target, model.drafter, place.size)
     check(target_plan(model.target), read_entries(folder), TARGET, str(folder))
-    if model.drafter and config.drafter.path:
-        drafter = package_path(config.drafter.path)
+    if model.drafter and (drafter := drafter_folder(config)):
         check(drafter_plan(model.drafter), read_entries(drafter), DRAFTER, str(drafter))
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
@@ -85,8 +84,8 @@ def load(config: Config, ready: Loaded | None = None, progress: bool = True, mes
     def read() -> Params:
         target = load_target(target_folder(config), model.target, device, dtype, progress, mesh)
         drafter = None
-        if model.drafter and config.drafter.path:
-            drafter = load_drafter(package_path(config.drafter.path), model.drafter, device, dtype, progress, mesh)
+        if model.drafter and (folder := drafter_folder(config)):
+            drafter = load_drafter(folder, model.drafter, device, dtype, progress, mesh)
         return local(Params(target, drafter))
 
     rank = mesh.get_local_rank("tp") if mesh is not None else 0
@@ -112,9 +111,8 @@ def read_model(config: Config, device: torch.device) -> tuple[Model, Path]:
     folder = target_folder(config)
     target = read_target(folder, config.target.lora_norm_eps)
     drafter = None
-    if config.drafter.path is not None:
-        d = config.drafter
-        drafter = read_drafter(package_path(config.drafter.path), target, d.window, d.rope_amplitude)
+    if (found := drafter_folder(config)) is not None:
+        drafter = read_drafter(found, target, config.drafter.window, config.drafter.rope_amplitude)
     axis = Axis(GROUP, config.mesh.tp, bool(config.mesh.near)) if config.mesh.tp > 1 else None
     return Model(target, drafter, pick_ops(config.ops, device), axis), folder
 
@@ -123,7 +121,18 @@ def target_folder(config: Config) -> Path:
     """Raises ValueError where the user has named none."""
     if config.target.path is None:
         raise ValueError("target.path is not set: give the checkpoint's folder, target=/path/to/Kimi-K2.6.")
-    return package_path(config.target.path)
+    return folder_of("target", config.target.path)
+
+
+def drafter_folder(config: Config) -> Path | None:
+    return folder_of("drafter", config.drafter.path) if config.drafter.path else None
+
+
+def folder_of(group: str, path: str) -> Path:
+    folder = package_path(path)
+    if not folder.is_dir():
+        raise ValueError(f"{group}.path={path}: no such folder: give a checkpoint's, or a preset's name as {group}=.")
+    return folder
 
 
 def pick_device(name: str) -> torch.device:

@@ -246,10 +246,11 @@ def check_memory(ask: Ask, model: Model, dtype: torch.dtype, device: torch.devic
         raise ValueError(f"a rank has {room} and its weights take {most}: use a machine or a device of more memory.")
     beside = needed.total - needed.weights - needed.kv
     ways = " or ".join(smaller(ask, fits))
+    otherwise = "raise mesh.tp" if beside < available else "what is beside weights and pool does not fit by itself"
     raise ValueError(
         f"a rank has {gb(available)} and needs {gb(needed.total)}: weights {gb(needed.weights)}, pool {gb(needed.kv)}, "
         f"state, steps and libraries {gb(beside)}: "
-        + (f"use {ways}." if ways else "no context, batch or budget is small enough, raise mesh.tp.")
+        + (f"use {ways}." if ways else f"no context, batch or budget is small enough, {otherwise}.")
     )
 
 

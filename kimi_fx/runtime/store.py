@@ -125,7 +125,7 @@ class Store:
     def why_cold(self) -> str:
         """How this folder came to lack something: the nearest folder of the cache, and what differs there."""
         if (self.folder / MANIFEST).exists():
-            return "only the shapes are new"
+            return "all else in it is as wanted"
         found = {other.parent.name: read_json(other) for other in self.root.glob(f"*/{MANIFEST}")}
         apart = {name: difference(self.ingredients, theirs) for name, theirs in found.items() if theirs}
         if not apart:

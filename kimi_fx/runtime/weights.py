@@ -63,6 +63,8 @@ def loaded_once(
             return params
         make_room(file, parts, sum(form.nbytes for form in named(forms).values()))
     params = load()
+    if progress:
+        print(f"packed weights: kept in {file}", file=sys.stderr)
     with told(folder, ADVICE):
         keep(file, params)
     return params

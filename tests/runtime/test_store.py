@@ -129,7 +129,7 @@ def test_a_copy_elsewhere_is_as_good(store: Store, tmp_path: Path) -> None:
 
 def test_a_miss_names_the_ingredient(store: Store, tmp_path: Path) -> None:
     assert Store(tmp_path / "none", WORDS).why_cold() == f"nothing is in {tmp_path / 'none'}"
-    assert store.why_cold() == "only the shapes are new"
+    assert store.why_cold() == "all else in it is as wanted"
     fill(Store(store.root, WORDS | {"torch": "2.11.0", "tp": "8"}))
     other = Store(store.root, WORDS | {"dtype": "float32"})
     assert other.why_cold() == (
