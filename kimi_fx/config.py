@@ -61,7 +61,7 @@ class Step:
     budget: int | None = None
     """Nodes drafted a round, root excluded; null: 15 for a tree, block - 1 for a chain."""
     block: int | None = None
-    """Slots of the drafter's block, anchor included (1: no drafts); null: as trained; never more than trained."""
+    """Slots of the drafter's block, the last accepted token included (1: no drafts); null: as trained, which is most."""
     give_up: int | None = 128
     """After this many steps in a row without an accepted draft a request goes on plainly; null: never."""
 
@@ -191,7 +191,7 @@ class Mesh:
     timeout: float = 10.0
     """Seconds a step may take, compiling apart, before the ranks are ended, as one of them must hang."""
     near: bool | None = None
-    """Sum small arrays by stores into each other's memory; null: where NVLink joins all devices of one machine."""
+    """Sum small arrays by stores into each other's memory; null: if NVLink joins all devices of one machine."""
     check: bool = False
     """Compare tree, draws and accepted paths of all ranks after every round, and stop at the first difference."""
 
