@@ -21,7 +21,7 @@ from .graphs.params import Params, drafter_plan, target_plan
 from .runtime.build import load_kernels
 from .runtime.builders import build_all
 from .runtime.load import Loaded, load
-from .runtime.rounds import Rounds, clock, wanted
+from .runtime.rounds import Rounds, clock, compiles
 
 
 class Warmup(Engine):
@@ -53,7 +53,7 @@ def command(overrides: Sequence[str]) -> int:
     engine = Warmup.open(replace(config, run=replace(config.run, compile=True)))
     assert engine.rounds is not None
     print(engine.rounds.store.folder)
-    if not wanted(config, engine.loaded.device, engine.loaded.dtype):
+    if not compiles(config, engine.loaded.device, engine.loaded.dtype):
         engine.rounds.say("run.compile is off with these settings: run.compile=true uses what is compiled")
     return 0
 
