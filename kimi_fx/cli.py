@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from . import __version__
+from .bench import BENCHES
 from .config import environment
 from .results import Delta
 from .rules import nearest
 
-USAGE = """usage: kimi-fx <command> [key=value …]
+USAGE = f"""usage: kimi-fx <command> [key=value …]
 
   generate   prompt="…" | prompts=FILE | ids=[…] | messages='[…]'   text as it comes, or output=json
   validate   the same prompts: speculation against plain decoding, reference against kernels
@@ -21,7 +22,7 @@ USAGE = """usage: kimi-fx <command> [key=value …]
   doctor     the same keys as generate   check machine, checkpoint, memory and links before a load; memory=GB: plan only
   warmup     compile every step of a configuration into the artefact store, ahead of use
   config     print every key with its value, type and origin
-  bench      demo | acceptance | cpu | layer | mla | moe | step | sums   each says its own keys if given another
+  bench      {" | ".join(BENCHES)}   each says its own keys if given another
   build      [arch=sm_80,sm_90a,sm_120]   compile the CUDA kernels
 
 Keys are those `kimi-fx config` prints: groups are chosen by name or path (target=kimi_nano, step=chain), single
@@ -75,10 +76,11 @@ def follow(name: str, overrides: Sequence[str]) -> int:
 
 
 def generate(overrides: Sequence[str]) -> int:
-    from .compose import load_config
+    from .compose import check_used, load_config
     from .engine import Engine
     from .inputs import read_prompts
 
+    check_used("generate", overrides, {"budgets": "step.budget is that of a request"})
     config = load_config(overrides)
     read = read_prompts(config)
     prompts, fields = [p for p, _ in read], [f for _, f in read]

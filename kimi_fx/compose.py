@@ -56,6 +56,14 @@ def load_config(overrides: Sequence[str]) -> Config:
     return Config(**values)
 
 
+def check_used(command: str, overrides: Sequence[str], unused: Mapping[str, str]) -> None:
+    """Raise ConfigError for each key that a command has no use for; `unused` has what to do instead."""
+    given = [(word.partition("=")[0], word) for word in overrides]
+    lines = [f"{clip(word)}: {command} makes no use of it, {unused[key]}" for key, word in given if key in unused]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
 def resolve(overrides: Sequence[str]) -> list[Setting]:
     """Every key with its value, type and origin, in the order of the dataclasses. Raises ConfigError."""
     if isinstance(overrides, str) or not isinstance(overrides, Sequence):

@@ -61,7 +61,7 @@ class Step:
     budget: int | None = None
     """Nodes drafted a round, root excluded; null: 15 for a tree, block - 1 for a chain."""
     block: int | None = None
-    """Slots of the drafter's block, the last accepted token included (1: no drafts); null: as trained, which is most."""
+    """Slots of the drafter's block, the last accepted token included (1: no drafts); null: as trained, the most."""
     give_up: int | None = 128
     """After this many steps in a row without an accepted draft a request goes on plainly; null: never."""
 

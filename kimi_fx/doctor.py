@@ -34,7 +34,7 @@ from .runtime.load import (
     Text,
     drafter_folder,
     far_apart,
-    pick_device,
+    named_device,
     pick_dtype,
     rank_device,
     read_model,
@@ -45,7 +45,6 @@ from .runtime.load import (
 from .runtime.memory import Ask, available, check_memory, gb, memory, table
 from .runtime.ranks import Place, own_place
 from .runtime.rounds import Rounds, wanted
-from .runtime.tensorrt import check_backend
 
 PLANNED = "memory="
 PATIENCE = 10  # seconds for nvidia-smi
@@ -97,11 +96,14 @@ def case_of(overrides: Sequence[str]) -> Case:
             planned = -1.0
         if not 0 < planned < float("inf"):
             raise ValueError(f"{words[-1]}: wanted the GB of a device's memory, such as memory=139.")
-        return Case(config, Place(0, config.mesh.tp, 0), torch.device("cuda"), planned, "target" in shipped)
+        if config.device != "auto" and named_device(config.device).type == "cpu":
+            raise ValueError(f"{words[-1]} plans for CUDA devices and device=cpu asks for none: leave one of them out.")
+        place = Place(0, config.mesh.tp, 0)
+        config = settled(config, place, planned=True)
+        return Case(config, place, torch.device("cuda"), planned, "target" in shipped)
     place = own_place(config)
     config = settled(config, place)
-    device = pick_device(config.device)
-    return Case(config, place, device if place.size == 1 else rank_device(config.device, device, place), None)
+    return Case(config, place, rank_device(config.device, place), None)
 
 
 def geometries(overrides: Sequence[str]) -> dict[str, Path]:
@@ -225,13 +227,11 @@ def rank_memory(case: Case) -> str:
 
 def steps(case: Case) -> str | None:
     """Which compiled steps the artefact store has, and why it lacks others."""
-    if case.planned:
-        return None
-    compiled = wanted(case.config, case.device, case.dtype)
-    check_backend(case.config, case.device, compiled)
-    if not compiled:
+    if not wanted(case.config, case.device, case.dtype):
         return "not compiled, every operator is called (run.compile)"
     ask, model = case.ask()
+    if case.planned:
+        return f"{len(buckets(case.config, model, ask.plan))} to compile, the artefact store is not looked at"
     loaded = Loaded(None, model, case.device, case.dtype, Text(None, None, (), {}))
     rounds = Rounds(case.config, loaded, ask.plan)
     cold = rounds.cold()

@@ -35,7 +35,6 @@ from .runtime.pages import Pages, pages_for
 from .runtime.ranks import Ranks, own_place
 from .runtime.rounds import Rounds, wanted
 from .runtime.slots import move, seat, vacate
-from .runtime.tensorrt import check_backend
 from .runtime.trace import Trace
 from .text import TextStream
 
@@ -52,7 +51,6 @@ class Engine:
         self.max_len = longest(config, self.model)
         self.plan = plan(config, self.model, config.step.mode, config.step.budget)
         compiled = wanted(config, loaded.device, loaded.dtype)
-        check_backend(config, loaded.device, compiled)
         self.rounds = Rounds(config, loaded, self.plan) if compiled else None
         way = "compiled" if self.rounds else "reference" if loaded.model.ops is REFERENCE else "kernels"
         self.backend = f"{loaded.device.type} {way}"

@@ -21,6 +21,8 @@ def read_prompts(config: Config) -> list[tuple[Any, dict[str, Any]]]:
         found = ", ".join(given) or "none"
         raise ValueError(f"Give one of prompt=, prompts=, ids= or messages=; found {found}.")
     ((name, value),) = given.items()
+    if config.limit is not None and name != "prompts":
+        raise ValueError(f"limit={config.limit} is of a file, and {name}= gives one prompt: leave it out.")
     if name == "prompts":
         return _read_file(package_path(value))[: config.limit]
     return [(_value(name, value), {})]

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from .compose import load_config
+from .compose import check_used, load_config
 from .config import Mode
 from .engine import Engine
 from .inputs import read_prompts
 from .ops import REFERENCE
 from .results import Completion, Result
+from .runtime.rounds import eager
 
 TOLERANCE = 4.0  # in RMS differences
 
@@ -51,6 +52,7 @@ class Verdict:
 
 def validate(overrides: Sequence[str]) -> int:
     """Print a verdict per prompt and comparison; 0 if all are good, else 1."""
+    check_used("validate", overrides, {"budgets": "give step.budget", "output": "leave it out"})
     config = load_config(overrides)
     read = read_prompts(config)
     prompts, fields = [p for p, _ in read], [f for _, f in read]
@@ -65,8 +67,7 @@ def validate(overrides: Sequence[str]) -> int:
     if config.mesh.tp > 1:
         print("with mesh.tp above 1 the kernels are not compared with the reference", file=sys.stderr)
     elif engine.rounds or loaded.model.ops is not REFERENCE:
-        eager = replace(config, run=replace(config.run, compile=False))
-        plain = Engine(eager, replace(loaded, model=replace(loaded.model, ops=REFERENCE)))
+        plain = Engine(eager(config), replace(loaded, model=replace(loaded.model, ops=REFERENCE)))
         runs["reference"] = plain.generate(prompts, params, mode="plain")
     exact = loaded.dtype == torch.float32
     verdicts = [v for what in list(runs)[1:] for v in judge(what, runs["plain"], runs[what], exact)]

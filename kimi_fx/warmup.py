@@ -20,7 +20,7 @@ from .graphs.params import Params, drafter_plan, target_plan
 from .runtime.build import load_kernels
 from .runtime.builders import build_all
 from .runtime.load import Loaded, load, pick_device, pick_dtype
-from .runtime.rounds import Rounds, clock, wanted
+from .runtime.rounds import Rounds, clock, compiles
 
 
 class Warmup(Engine):
@@ -51,7 +51,7 @@ def command(overrides: Sequence[str]) -> int:
     config = load_config(overrides)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    if not wanted(config, device, dtype):
+    if not compiles(config, device, dtype):
         raise ValueError(
             f"steps are not compiled on {device.type} in {str(dtype).removeprefix('torch.')} unless run.compile=true "
             "is given: add it here and to what serves afterwards."

@@ -1,6 +1,7 @@
 """The command line: results on stdout, all else on stderr, exit codes, and no traceback for a user's mistake."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import kimi_fx
+from kimi_fx import bench
 from kimi_fx.cli import main
 from kimi_fx.graphs import step
 from oracles.toys import random_pair
@@ -215,6 +217,16 @@ MISTAKES = {
     "no target": (["generate", "ids=[1]", "target=kimi_k2_6"], "target.path is not set"),
     "no folder": (["generate", "ids=[1]", "target=/absent"], "/absent"),
     "no device": (["generate", "ids=[1]", "device=cuda:99"], "device='cuda:99' was asked for, but"),
+    "an index of the CPU": (["generate", "ids=[1]", "device=cpu:5"], "device='cpu:5' is not a device: use auto, cpu"),
+    "an index too large": (["generate", "ids=[1]", "device=cuda:256"], "device='cuda:256' is not a device"),
+    "nodes of no round": (["generate", "ids=[1]", "device=cpu", "run.nodes=[8]"], "run.nodes is of compiled steps"),
+    "empty nodes": (
+        ["generate", "ids=[1]", "device=cpu", "run.compile=true", "run.nodes=[]"],
+        "run.nodes=[] compiles no round",
+    ),
+    "checks of one rank": (["generate", "ids=[1]", "mesh.check=true"], "mesh.check=true, but there is one rank: leave"),
+    "timeout of one rank": (["generate", "ids=[1]", "mesh.timeout=5"], "mesh.timeout=5.0, but there is one rank"),
+    "one device for two": (["generate", "ids=[1]", "device=cuda:0", "mesh.tp=2"], "names one device and mesh.tp=2"),
     "no drafter": (["generate", "ids=[1]", "drafter=none", "step=tree"], "mode=tree needs a drafter"),
     "no id": (["generate", "ids=[5000]"], "5000, which is no token id: ids are 0 to 4095"),
     "no messages": (["generate", "messages={"], "messages are not valid JSON"),
@@ -288,3 +300,16 @@ def test_readme_and_usage_name_every_command():
 
     for command in COMMANDS:
         assert f"\n  {command} " in USAGE and f"kimi-fx {command}" in readme
+
+
+def test_usage_names_every_bench(call):
+    (line,) = (line for line in call("help")[1].splitlines() if line.startswith("  bench "))
+    files = {
+        file.stem for file in Path(bench.__file__).parent.glob("*.py") if "\ndef run(overrides" in file.read_text()
+    }
+    assert set(re.findall(r"\w+", line.split("bench", 1)[1].split("each")[0])) == files == set(bench.BENCHES)
+
+
+def test_help_loads_no_torch():
+    code = "import sys; from kimi_fx.cli import main; main(['help']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

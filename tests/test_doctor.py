@@ -131,6 +131,35 @@ def test_a_size_that_is_none(word: str, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == f"kimi-fx: {word}: wanted the GB of a device's memory, such as memory=139.\n"
 
 
+PLANS = {
+    "drafter.backend=tensorrt mesh.tp=2": "serves one rank and mesh.tp is 2",
+    "drafter.backend=tensorrt run.compile=false": "is part of compiled rounds and none are in use",
+    "drafter.backend=tensorrt ops=reference": "is part of compiled rounds and none are in use",
+    "drafter.backend=tensorrt step=plain": "makes what drafts, and no compiled round here does",
+    "run.compile=true ops=reference": "run.compile=true compiles the operators' kernels and ops=reference avoids them",
+    "run.compile=false run.nodes=[8]": "run.nodes is of compiled steps, and none are in use",
+    "run.nodes=[9]": "run.nodes has 9",
+    "mesh.near=true": "mesh.near=true, but there is one rank",
+    "mesh.near=true mesh.tp=2 ops=reference": "mesh.near=true, but ops=reference avoids the kernel for it",
+    "mesh.tp=2 device=cuda:1": "device=cuda:1 names one device and mesh.tp=2 needs one a rank",
+    "device=cpu": "memory=139 plans for CUDA devices and device=cpu asks for none: leave one of them out",
+    "device=cpu:5": "device='cpu:5' is not a device",
+}
+
+
+@pytest.mark.parametrize("words", PLANS)
+def test_a_plan_of_what_cannot_be(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `generate` refuses it, once."""
+    assert main(["doctor", "memory=139", *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert PLANS[words] in err and err.count("kimi-fx:") == 1
+
+
+def test_a_plan_of_two_ranks_says_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "memory=139", "mesh.tp=2", "mesh.near=true", "device=cuda"]) == 0
+    assert "compiled steps: 8 to compile" in capsys.readouterr().out
+
+
 def test_two_ranks_here(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped pair: everything but compiled steps is well, and the ranks' exchanges are timed."""
     monkeypatch.setenv("KIMI_FX_CACHE", str(tmp_path))

@@ -147,7 +147,7 @@ def test_one_rank_compiles_and_both_serve(pair: list[str], tmp_path: Path) -> No
 def test_kernels_and_reference_cannot_both_be_had(pair: list[str]) -> None:
     with pytest.raises(ValueError, match="run.compile=true .* ops=reference .* choose one"):
         Engine.load([*pair, "ops=reference"])
-    assert Engine.load([*pair, "run.compile=null"], progress=False).rounds is None
+    assert Engine.load([*pair, "run.compile=null", "run.nodes=null"], progress=False).rounds is None
 
 
 @pytest.mark.parametrize("word", ["run.compile=false", "run.require_warm=true"])

@@ -12,11 +12,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..compose import load_config
+from ..compose import check_used, load_config
 from ..engine import Engine
 from ..inputs import read_prompts
 from ..results import Result
 from ..runtime.buckets import holding
+from ..runtime.load import pick_device, pick_dtype
+from ..runtime.rounds import compiles
 from .record import record, table
 
 CHAIN = 7  # tokens that a chain drafts, with a block of 8
@@ -26,15 +28,20 @@ USUAL = [
     "sampling.ignore_eos=true",
     "sampling.max_tokens=256",
 ]
+OWN = dict.fromkeys(("step", "step.mode", "step.budget", "output", "sampling.n"), "leave it out")  # each has its own
+UNUSED = OWN | dict.fromkeys(("prompt", "ids", "messages"), "give prompts=FILE")
 
 
 def run(overrides: Sequence[str]) -> int:
+    check_used("bench acceptance", overrides, UNUSED)
     config = load_config([*USUAL, *overrides])
     prompts = [prompt for prompt, _ in read_prompts(config)]
     if (config.sampling.limit or 0) < 2:
         raise ValueError(f"sampling.max_tokens={config.sampling.limit} leaves no verify step to count: give 2 or more.")
-    nodes = config.run.nodes or tuple(sorted({1, *map(holding, (CHAIN, *config.budgets))}))
-    config = replace(config, run=replace(config.run, nodes=nodes))
+    device = pick_device(config.device)
+    if config.run.nodes is None and compiles(config, device, pick_dtype(config.dtype, device)):
+        nodes = tuple(sorted({1, *map(holding, (CHAIN, *config.budgets))}))
+        config = replace(config, run=replace(config.run, nodes=nodes))
     engine = Engine.open(config)
     cases: list[tuple[str, dict[str, Any]]] = [("plain", {"mode": "plain"}), ("chain", {"mode": "chain"})]
     cases += [(f"tree of {n} ({n + 1} nodes)", {"mode": "tree", "budget": n}) for n in config.budgets]

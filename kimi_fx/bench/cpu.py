@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..compose import load_config
-from ..config import Mode
+from ..compose import check_used, load_config
+from ..config import KEYS, LIMIT_NAMES, Mode
 from ..engine import Engine
 from ..inputs import read_prompts
 from ..runtime.load import target_folder
+from .acceptance import UNUSED
 from .huggingface import check_installed, huggingface
 from .record import record, say, table
 
@@ -25,14 +26,15 @@ USUAL = [
     "limit=12",
     "sampling.max_tokens=128",
 ]
+LIMIT = {f"sampling.{name}" for name in LIMIT_NAMES}
+SAMPLING = dict.fromkeys({key for key in KEYS if key.startswith("sampling.")} - LIMIT, "its texts are greedy")
 Way = Callable[[list[int]], list[int]]
 
 
 def run(overrides: Sequence[str]) -> int:
+    check_used("bench cpu", overrides, UNUSED | SAMPLING)
     check_installed()
     config = load_config([*USUAL, *overrides])
-    if config.sampling.temperature:
-        raise ValueError("bench cpu compares greedy texts: leave sampling.temperature unset.")
     prompts = [ids for ids, _ in read_prompts(config)]
     tokens = config.sampling.limit or 1
     engine = Engine.open(config)

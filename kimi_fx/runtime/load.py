@@ -1,6 +1,7 @@
 """From a `Config` to what the engine runs on: geometry, weights on the device, tokenizer, stop ids."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from ..checkpoint.files import read_entries
 from ..checkpoint.load import load_drafter, load_target
 from ..checkpoint.preflight import DRAFTER, TARGET, check
 from ..checkpoint.shards import check_divides, local
-from ..compose import sampling_from
-from ..config import Config, SamplingParams, environment, package_path
+from ..compose import sampling_from, show
+from ..config import Config, Mesh, SamplingParams, environment, package_path
 from ..graphs.axis import Axis
 from ..graphs.params import Params, drafter_plan, target_plan
 from ..graphs.state import Model
@@ -60,8 +61,8 @@ class Loaded:
 
 def prepare(config: Config, place: Place | None = None) -> Loaded:
     """Everything that can be checked or read before the weights. Raises ValueError, a sentence a problem."""
-    place, device = place or own_place(config), pick_device(config.device)
-    device = device if place.size == 1 else rank_device(config.device, device, place)
+    place = place or own_place(config)
+    device = rank_device(config.device, place)
     model, folder = read_model(config, device)
     check_divides(model.target, model.drafter, place.size)
     check(target_plan(model.target), read_entries(folder), TARGET, str(folder))
@@ -139,24 +140,27 @@ def pick_device(name: str) -> torch.device:
     """`auto` is CUDA where there is one. Raises ValueError for a device that is not here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={name!r} is not a device: use auto, cpu, cuda or cuda:<index>.")
+    device = named_device(name)
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(f"device={name!r} was asked for, but {count} CUDA devices are visible: use cpu or auto.")
     return device
 
 
-def rank_device(name: str, device: torch.device, place: Place) -> torch.device:
-    """The device of a rank. Raises ValueError where a single one was named or its machine has too few."""
-    if device.type == "cpu":
+def named_device(name: str) -> torch.device:
+    """Raises ValueError for what is none, such as an index of the CPU."""
+    with suppress(RuntimeError):
+        device = torch.device(name)
+        if name == "cpu" or device.type == "cuda" and str(device) == name:  # it takes 256 for 0
+            return device
+    raise ValueError(f"device={name!r} is not a device: use auto, cpu, cuda or cuda:<index>.")
+
+
+def rank_device(name: str, place: Place) -> torch.device:
+    """The device of a rank. Raises ValueError where its machine has too few."""
+    device = pick_device(name)
+    if device.type == "cpu" or place.size == 1:
         return device
-    if device.index is not None:
-        raise ValueError(f"device={name} names one device and mesh.tp={place.size} needs one a rank: use device=cuda.")
     count, needed = torch.cuda.device_count(), place.size if place.port == 0 else 1
     if needed > count:
         raise ValueError(f"mesh.tp={place.size} needs {needed} CUDA devices here and {count} are visible.")
@@ -164,22 +168,27 @@ def rank_device(name: str, device: torch.device, place: Place) -> torch.device:
     return torch.device("cuda", 0)  # of a started rank the only one it sees
 
 
-def settled(config: Config, place: Place) -> Config:
+def settled(config: Config, place: Place, planned: bool = False) -> Config:
     """With what rank 0 decides for all: the kind of device, and whether small sums go through the devices' memory.
-    Raises ValueError where that was asked for and cannot be."""
+    Raises ValueError where what was asked for cannot be. `planned`: on CUDA devices elsewhere, joined by NVLink."""
     if place.size == 1:
-        if config.mesh.near:
-            raise ValueError("mesh.near=true, but there is one rank: leave it out, or set mesh.tp to more.")
+        unused = [name for name, value in vars(config.mesh).items() if name != "tp" and value != getattr(Mesh(), name)]
+        if unused:
+            given = f"mesh.{unused[0]}={show(getattr(config.mesh, unused[0]))}"
+            raise ValueError(f"{given}, but there is one rank: leave it out, or set mesh.tp to more.")
         return config
-    device = pick_device(config.device)
-    why = far_apart(config, place, device)
+    if ":" in config.device:
+        given = f"device={config.device} names one device"
+        raise ValueError(f"{given} and mesh.tp={place.size} needs one a rank: use device=cuda.")
+    device = torch.device("cuda") if planned else pick_device(config.device)
+    why = far_apart(config, place, device, planned)
     if config.mesh.near and why:
         raise ValueError(f"mesh.near=true, but {why}: leave it out.")
     kind = device.type if config.device == "auto" else config.device
     return replace(config, device=kind, mesh=replace(config.mesh, near=config.mesh.near is not False and why is None))
 
 
-def far_apart(config: Config, place: Place, device: torch.device) -> str | None:
+def far_apart(config: Config, place: Place, device: torch.device, planned: bool = False) -> str | None:
     """Why small sums cannot go through the devices' memory."""
     if device.type != "cuda":
         return "the ranks are on a CPU"
@@ -187,7 +196,7 @@ def far_apart(config: Config, place: Place, device: torch.device) -> str | None:
         return "ops=reference avoids the kernel for it"
     if place.port and environment("LOCAL_WORLD_SIZE") != str(place.size):
         return "the ranks are on several machines"
-    gap = first_gap(place.size)
+    gap = None if planned else first_gap(place.size)
     return f"no NVLink joins devices {gap[0]} and {gap[1]}" if gap else None
 
 

@@ -24,7 +24,7 @@ from ..ops.linear import ROWS
 from ..request import Plan
 from .buckets import Bucket, buckets, name, tokens
 from .pages import pages_for
-from .rounds import recorded, wanted
+from .rounds import compiles, recorded
 
 LIBRARIES = 2_000_000_000  # bytes for products' workspaces, NCCL, late kernels, gaps between blocks; not measured
 GRAPH = 50_000_000  # bytes of one captured graph's nodes; not measured
@@ -99,7 +99,7 @@ def memory(ask: Ask, model: Model, dtype: torch.dtype, device: torch.device) -> 
     asked = buckets(ask.config, model, ask.plan)
     needs = {bucket: workspace(bucket, model, dtype, on_cuda, ask.max_len) for bucket in asked}
     step = max(needs.values())
-    captured = recorded(device, dtype) and wanted(ask.config, device, dtype)  # into memory of the graphs' own
+    captured = recorded(device, dtype) and compiles(ask.config, device, dtype)  # into memory of the graphs' own
     return Memory(
         target=target,
         drafter=drafter,

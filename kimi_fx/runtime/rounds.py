@@ -31,21 +31,35 @@ from .ingredients import ingredients
 from .load import Loaded
 from .ranks import Ranks
 from .store import Store
-from .tensorrt import operators
+from .tensorrt import check_backend, operators
 
 FIXED, PER_LAYER = 5.0, 1.0  # seconds that compiling takes on a server
 UNRECORDED = 4  # times that where steps are not recorded, which is mostly C++ for a CPU
 
 
+def compiles(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether steps run compiled."""
+    on = config.run.compile
+    return recorded(device, dtype) and config.ops == "auto" if on is None else on
+
+
 def wanted(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether steps run compiled. Raises ValueError where that was asked for and cannot be."""
+    """The same. Raises ValueError for settings that cannot be had so."""
     if config.run.compile and config.ops == "reference":
         raise ValueError("run.compile=true compiles the operators' kernels and ops=reference avoids them: choose one.")
-    on = config.run.compile
-    on = recorded(device, dtype) and config.ops == "auto" if on is None else on
+    on = compiles(config, device, dtype)
     if config.run.require_warm and not on:
         raise ValueError("run.require_warm=true asks for compiled steps, and none are in use: set run.compile=true.")
+    if config.run.nodes is not None and not on:
+        raise ValueError("run.nodes is of compiled steps, and none are in use: set run.compile=true, or leave it out.")
+    check_backend(config, device, on)
     return on
+
+
+def eager(config: Config) -> Config:
+    """The same settings with every operator called."""
+    run = replace(config.run, compile=False, nodes=None, require_warm=False)
+    return replace(config, run=run, drafter=replace(config.drafter, backend="inductor"))
 
 
 def recorded(device: torch.device, dtype: torch.dtype) -> bool:

@@ -26,7 +26,7 @@ from kimi_fx.graphs.state import Shape
 from kimi_fx.runtime.buckets import Chunk, name
 from kimi_fx.runtime.compiled import signature
 from kimi_fx.runtime.load import Loaded
-from kimi_fx.runtime.rounds import wanted
+from kimi_fx.runtime.rounds import eager, wanted
 from oracles.toys import random_pair
 
 Make = Callable[..., Engine]
@@ -55,8 +55,8 @@ def make(small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make
     monkeypatch.setattr(kimi_fx.runtime.rounds, "load_step", load_step)
 
     def engine(*overrides: str, compiled: bool = True) -> Engine:
-        words = ["cache.max_len=128", "run.chunk=80", f"run.compile={str(compiled).lower()}", *overrides]
-        return Engine(load_config(words), small)
+        config = load_config(["cache.max_len=128", "run.chunk=80", "run.compile=true", *overrides])
+        return Engine(config if compiled else eager(config), small)
 
     return engine
 
@@ -178,6 +178,12 @@ engine.generate([1, 2], max_tokens=2)
 assert not {"torch._dynamo", "torch._inductor"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_eager_settings_contradict_nothing() -> None:
+    """Whatever was said of compiled steps."""
+    words = ["run.compile=true", "run.nodes=[8]", "run.require_warm=true", "drafter.backend=tensorrt"]
+    assert not wanted(eager(load_config(words)), torch.device("cuda"), torch.bfloat16)
 
 
 def test_requiring_what_is_not_in_use() -> None:
