@@ -227,7 +227,8 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 def _entry(file: Path, spec: dict[str, Any]) -> Entry:
     dtype, shape, (start, end) = DTYPES[spec["dtype"]], tuple(spec["shape"]), spec["data_offsets"]
-    if not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, start, end)):
+    numbers = (*shape, start, end)
+    if {*map(type, numbers)} != {int} or min(numbers) < 0 or max(numbers) >= 2**63:
         raise ValueError(f"shape {list(shape)} at {[start, end]}, not whole numbers")
     if end - start != prod(shape) * dtype.itemsize:
         raise ValueError(f"{end - start} bytes for {spec['dtype']} {list(shape)}")
@@ -237,10 +238,10 @@ def _entry(file: Path, spec: dict[str, Any]) -> Entry:
 def _end(entries: dict[str, Entry]) -> int:
     """Where the data ends. Raises ValueError where it does not begin at 0, overlaps, or has a hole."""
     end = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
-        if entry.start != end:
-            raise ValueError(f"{name} begins at byte {entry.start:,} of the data, where {end:,} is next")
-        end = entry.end
+    for start, after, name in sorted((entry.start, entry.end, name) for name, entry in entries.items()):
+        if start != end:
+            raise ValueError(f"{name} begins at byte {start:,} of the data, where {end:,} is next")
+        end = after
     return end
 
 
