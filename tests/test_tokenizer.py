@@ -375,7 +375,7 @@ def test_template_of_the_checkpoint(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("its own 世", encoding="utf-8")
     assert load_template(tmp_path) == "its own 世"
     (tmp_path / "chat_template.jinja").write_bytes(b"its own \xff\xff")
-    with pytest.raises(ValueError, match=r"chat_template.jinja: not a text in UTF-8 \(invalid start byte 8\)"):
+    with pytest.raises(ValueError, match=r"chat_template.jinja: not a text in UTF-8 \(byte 8: invalid start byte\)"):
         load_template(tmp_path)
 
 

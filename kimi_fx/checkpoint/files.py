@@ -88,7 +88,7 @@ def read_text(path: Path) -> str:
     try:
         return read_file(path).decode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: not a text in UTF-8 ({error.reason} {error.start:,})") from None
+        raise CheckpointError(f"{path}: not a text in UTF-8 (byte {error.start:,}: {error.reason})") from None
 
 
 def parse_json(text: str | bytes) -> Any:
