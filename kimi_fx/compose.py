@@ -174,7 +174,7 @@ def parse(text: str, hint: Any) -> Any:
         return text
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except (YAMLError, OmegaConfBaseException, ValueError):  # as it stands, for its type to be judged
+    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError):  # as it stands, for its type to be judged
         return text
     return parsed["value"]
 

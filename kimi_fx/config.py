@@ -85,7 +85,7 @@ class SamplingParams:
     min_new_tokens: int | None = None
     """Another name of min_tokens."""
     temperature: float | None = None
-    """0 is greedy; null: the checkpoint's generation_config, else 1.0."""
+    """0 is greedy; null: the checkpoint's generation_config (0 where do_sample is false), else 1.0."""
     top_p: float | None = None
     """Smallest set of tokens with this mass; null: generation_config, else 1."""
     top_k: int | None = None

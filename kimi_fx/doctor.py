@@ -27,7 +27,7 @@ from .compose import conf_folder, load_config
 from .config import Config
 from .graphs.state import Model, Shape
 from .runtime.buckets import buckets, name, tokens
-from .runtime.build import check_driver, find_nvcc, library_for, own_arch
+from .runtime.build import compiler, library_for, own_arch
 from .runtime.links import measure
 from .runtime.load import (
     Loaded,
@@ -169,13 +169,11 @@ def family(arch: str) -> str:
 
 
 def compiled(arch: str) -> str:
-    """Whether the library is there, or can be made. Raises ValueError without a compiler that fits the driver."""
+    """Whether the library is there, or can be made. Raises ValueError without a compiler that can."""
     library, *_ = library_for(arch)
     if library.exists():
         return f"compiled: {library}"
-    nvcc = find_nvcc()
-    check_driver(nvcc)
-    return f"not compiled yet: {nvcc} does it at the first load, or ahead kimi-fx build"
+    return f"not compiled yet: {compiler(arch)} does it at the first load, or ahead kimi-fx build"
 
 
 def topology(size: int) -> list[str]:

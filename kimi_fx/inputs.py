@@ -1,10 +1,10 @@
 """Prompts as the command line names them: `prompt=`, `ids=`, `messages=`, or a file."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from .chat import check_messages, parse_messages
+from .checkpoint.files import parse_json
 from .compose import sampling_from
 from .config import Config, SamplingParams, package_path
 
@@ -29,14 +29,16 @@ def read_prompts(config: Config) -> list[tuple[Any, dict[str, Any]]]:
 
 
 def _read_file(path: Path) -> list[tuple[Any, dict[str, Any]]]:
-    if not path.is_file():
-        raise ValueError(f"prompts={path}: {'not a file' if path.exists() else 'there is no such file'}.")
-    if path.suffix == ".safetensors":
-        return [(row, {}) for row in _matrix(path)]
     try:
+        if not path.is_file():
+            raise ValueError(f"prompts={path}: {'not a file' if path.exists() else 'there is no such file'}.")
+        if path.suffix == ".safetensors":
+            return [(row, {}) for row in _matrix(path)]
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"prompts={path}: not a text in UTF-8.") from None
+    except OSError as error:
+        raise ValueError(f"prompts={path}: cannot be read ({error.strerror or error}).") from None
     lines = enumerate(text.split("\n"), 1)  # not splitlines: JSON may hold other line separators
     prompts = [_line(text, f"{path}, line {number}") for number, text in lines if text.strip()]
     if not prompts:
@@ -59,7 +61,7 @@ def _matrix(path: Path) -> list[list[int]]:
 
 def _line(text: str, where: str) -> tuple[Any, dict[str, Any]]:
     try:
-        record = json.loads(text)
+        record = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}.") from None
     if isinstance(record, str):
@@ -69,7 +71,7 @@ def _line(text: str, where: str) -> tuple[Any, dict[str, Any]]:
         raise ValueError(f"{where}: a line is an object with one of prompt, ids or messages, or a text.")
     fields = {key: value for key, value in record.items() if key not in KINDS and value is not None}
     if isinstance(bias := fields.get("logit_bias"), dict):  # JSON has no other keys than strings
-        fields["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in bias.items()}
+        fields["logit_bias"] = {int(k) if k.isascii() and k.isdecimal() else k: v for k, v in bias.items()}
     try:
         sampling_from(fields, SamplingParams())
     except ValueError as error:

@@ -230,6 +230,9 @@ MISTAKES = {
     "no drafter": (["generate", "ids=[1]", "drafter=none", "step=tree"], "mode=tree needs a drafter"),
     "no id": (["generate", "ids=[5000]"], "5000, which is no token id: ids are 0 to 4095"),
     "no messages": (["generate", "messages={"], "messages are not valid JSON"),
+    "deep messages": (["generate", f"messages={'[' * 3000}"], "messages are not valid JSON: nested too deeply"),
+    "no path": (["generate", f"prompts=/{'a' * 300}"], "cannot be read (File name too long)"),
+    "no folder's name": (["generate", "ids=[1]", f"target=/{'a' * 300}"], "cannot be read (File name too long)"),
     "no bench": (["bench", "acceptence"], "did you mean acceptance?"),
 }
 
@@ -253,6 +256,8 @@ def test_all_mistakes_at_once(refused):
 
 LINES = {
     "{": "is not JSON",
+    "[" * 3000: "line 2 is not JSON: nested too deeply",
+    '{"ids": [1], "logit_bias": {"１": 2}}': "logit_bias",
     "[1]": "a line is an object with one of prompt, ids or messages",
     '{"ids": [1], "prompt": "a"}': "an object with one of prompt, ids or messages",
     '{"prompt": 5}': "prompt is 5, wanted a text",
@@ -261,7 +266,7 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line[:30])
 def test_bad_lines_of_a_file(refused, small, tmp_path, line):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"ids": [1]}\n' + line)

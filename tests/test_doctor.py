@@ -227,8 +227,7 @@ def test_devices_and_their_kernels(cards, capability: tuple[int, int], monkeypat
     case = cards(*capability)
     with pytest.raises(ValueError, match="nvcc was found neither on PATH nor in"):
         devices(case)
-    monkeypatch.setattr("kimi_fx.doctor.find_nvcc", lambda: "/some/nvcc")
-    monkeypatch.setattr("kimi_fx.doctor.check_driver", lambda nvcc: None)
+    monkeypatch.setattr("kimi_fx.doctor.compiler", lambda arch: "/some/nvcc")
     text = devices(case)
     assert FAMILIES[capability] in text and "not compiled yet: /some/nvcc" in text
     assert "cuda:1  Card" in text and "130.0 GB of 140.0 GB free" in text and "peer access: not from 0 to 1" in text

@@ -152,7 +152,9 @@ def test_prompt_lines_as_json_has_them(tmp_path):
         read_prompts(load_config([f"prompts={file}"]))
 
 
-@pytest.mark.parametrize("override", ["step.budget=${", 'sampling.stop=["${", "x"]', "cache.tokens=" + "9" * 24])
+@pytest.mark.parametrize(
+    "override", ["step.budget=${", 'sampling.stop=["${", "x"]', "cache.tokens=" + "9" * 24, "ids=" + "[" * 999]
+)
 def test_overrides_that_yaml_or_interpolation_chokes_on(override, capsys):
     code = main(["config", override])
     assert code in (0, 2) and "Traceback" not in capsys.readouterr().err

@@ -96,7 +96,7 @@ def load(config: Config, ready: Loaded | None = None, progress: bool = True, mes
 
 def read_text(folder: Path, vocab: int) -> Text:
     """Tokenizer, chat template, stop ids and sampling defaults of a checkpoint folder."""
-    tokenizer = load_tokenizer(folder, vocab) if (folder / "tiktoken.model").exists() else None
+    tokenizer = load_tokenizer(folder, vocab) if os.path.lexists(folder / "tiktoken.model") else None
     stops, defaults = stop_ids(folder, tokenizer), generation_defaults(folder)
     if max(stops) >= vocab:
         raise ValueError(f"{folder}: the stop id {max(stops)} is outside the vocabulary of {vocab} ids.")
