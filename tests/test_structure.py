@@ -16,8 +16,8 @@ SOURCES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for pa
 # A file or folder may import those before it.
 ORDER = (
     "rules", "config", "compose", "ops", "graphs", "checkpoint", "tokenizer", "chat", "text", "results", "inputs",
-    "request", "runtime", "admit", "prompts", "engine", "follow", "validate", "warmup", "doctor", "api", "bench", "cli",
-    "__init__", "__main__",
+    "turns", "request", "runtime", "admit", "prompts", "engine", "follow", "validate", "warmup", "doctor", "api",
+    "bench", "cli", "__init__", "__main__",
 )  # fmt: skip
 
 
