@@ -124,8 +124,10 @@ def summary(delta: Delta) -> str:
         line += f" of {s.budget}"
     if s.drafted:
         line += f", acceptance length {s.acceptance_length:.2f} (tokens a verify step, bonus included)"
+    if s.undrafted:
+        line += f", nothing drafted in {s.undrafted} of {s.steps} steps: the drafter's logits were not finite"
     if s.gave_up:
-        line += f", no drafts after step {s.gave_up}: none were accepted"
+        line += f", no drafts after step {s.gave_up}: none was accepted"
     return line + "]"
 
 

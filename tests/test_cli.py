@@ -54,6 +54,15 @@ def refused(call):
 # ---- generate
 
 
+def test_a_drafter_whose_logits_are_not_finite(call, small):
+    """It is said once, and drafting is given up."""
+    asked = [*small, "ids=[3,1,4]", "drafter.rope_amplitude=3e38", "sampling.ignore_eos=true", "step.give_up=4"]
+    code, out, err = call("generate", *asked)
+    expected = call("generate", "ids=[3,1,4]", *small, "sampling.ignore_eos=true")[1]
+    assert (code, out) == (0, expected)
+    assert err.count("nothing drafted in 4 of 8 steps: the drafter's logits were not finite, no drafts after step 4") == 1
+
+
 def test_text_of_one_prompt(call, make_engine):
     code, out, err = call("generate", f"prompt={TEXT}", "sampling.max_tokens=12", "sampling.temperature=0")
     expected = make_engine().generate(TEXT, max_tokens=12, temperature=0).outputs[0].text
