@@ -75,7 +75,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
-    """Ids emitted at most; null: 256, or what the context still holds; 0: none."""
+    """Ids emitted at most; null: 256, or what context and pool still hold; 0: none."""
     max_new_tokens: int | None = None
     """Another name of max_tokens."""
     max_completion_tokens: int | None = None
