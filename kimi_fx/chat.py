@@ -4,7 +4,6 @@ What a user wrote (content, name, reasoning) is always text, also where it looks
 and images are refused. Parsing the model's answer is not done here.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from . import strict_json
 from .rules import nearest
 from .tokenizer import Tokenizer, settings
 
@@ -50,9 +50,9 @@ def load_template(folder: Path) -> str | None:
 def parse_messages(text: str) -> list[dict[str, str]]:
     """Messages from JSON text, checked."""
     try:
-        messages = json.loads(text)
+        messages = strict_json.loads(text)
     except ValueError as error:
-        raise ValueError(f"messages are not valid JSON: {error}") from None
+        raise ValueError(f"messages: {error}") from None
     return check_messages(messages)
 
 

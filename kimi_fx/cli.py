@@ -77,14 +77,14 @@ def follow(name: str, overrides: Sequence[str]) -> int:
 def generate(overrides: Sequence[str]) -> int:
     from .compose import load_config
     from .engine import Engine
-    from .inputs import read_prompts
+    from .inputs import check_each, read_prompts
 
     config = load_config(overrides)
     read = read_prompts(config)
-    prompts, fields = [p for p, _ in read], [f for _, f in read]
+    prompts, fields = [p.value for p in read], [p.fields for p in read]
     if config.output == "text" and any(f.get("logprobs", config.sampling.logprobs) is not None for f in fields):
         raise ValueError("sampling.logprobs is printed with output=json only: add it, or leave logprobs out.")
-    engine = Engine.open(config, check=lambda engine: engine.check(prompts, fields))
+    engine = Engine.open(config, check=lambda engine: check_each(read, engine.check))
     print(engine.settings(), file=sys.stderr)
     if config.output == "json":
         results = engine.generate(prompts, fields)

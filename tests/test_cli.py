@@ -60,7 +60,9 @@ def test_a_drafter_whose_logits_are_not_finite(call, small):
     code, out, err = call("generate", *asked)
     expected = call("generate", "ids=[3,1,4]", *small, "sampling.ignore_eos=true")[1]
     assert (code, out) == (0, expected)
-    assert err.count("nothing drafted in 4 of 8 steps: the drafter's logits were not finite, no drafts after step 4") == 1
+    assert (
+        err.count("nothing drafted in 4 of 8 steps: the drafter's logits were not finite, no drafts after step 4") == 1
+    )
 
 
 def test_text_of_one_prompt(call, make_engine):
@@ -226,7 +228,7 @@ MISTAKES = {
     "no device": (["generate", "ids=[1]", "device=cuda:99"], "device='cuda:99' was asked for, but"),
     "no drafter": (["generate", "ids=[1]", "drafter=none", "step=tree"], "mode=tree needs a drafter"),
     "no id": (["generate", "ids=[5000]"], "5000, which is no token id: ids are 0 to 4095"),
-    "no messages": (["generate", "messages={"], "messages are not valid JSON"),
+    "no messages": (["generate", "messages={"], "messages: not valid JSON: "),
     "no bench": (["bench", "acceptence"], "did you mean acceptance?"),
 }
 
@@ -249,31 +251,61 @@ def test_all_mistakes_at_once(refused):
 
 
 LINES = {
-    "{": "is not JSON",
+    "{": "not valid JSON: Expecting",
+    "[" * 100_000: "not valid JSON: nested too deeply",
+    '{"prompt": "a", "prompt": "b"}': "the key 'prompt' is given twice",
+    '{"ids": [1], "seed": ' + "1" * 5000 + "}": "111111111… is a number of 5000 digits",
     "[1]": "a line is an object with one of prompt, ids or messages",
     '{"ids": [1], "prompt": "a"}': "an object with one of prompt, ids or messages",
-    '{"prompt": 5}': "prompt is 5, wanted a text",
+    '{"prompt": 5}': "prompt=5: wanted str",
+    '{"ids": {"a": 1}}': "ids={'a': 1}: wanted list of int",
+    '{"ids": [true]}': "ids=[True]: wanted list of int",
+    '{"ids": []}': "The prompt is empty",
+    '{"ids": null}': "a line is an object with one of",
+    '{"ids": [64]}': "The prompt holds 64, which is no token id",
+    '{"ids": [1], "max_tokens": 999}': "max_tokens=999 after a prompt of 1 tokens is more than the context of 128",
+    '{"ids": [1], "logit_bias": {"4096": 1}}': "logit_bias names id 4096",
+    '{"ids": [1], "logit_bias": {"5": 1, "05": 2}}': "logit_bias: the key 5 is given twice",
+    '{"ids": [1], "logit_bias": {"' + "5" * 5000 + '": 1}}': "logit_bias: 555555555… is a number of 5000 digits",
+    '"a text"': "The checkpoint has no tiktoken.model",
     '{"ids": [1], "temprature": 1}': "temprature: no such sampling parameter; did you mean temperature",
     '{"messages": [5]}': "messages[0] must be an object",
+    '{"messages": [{"role": "user"}]}': "messages[0] has no content",
 }
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line[:40])
 def test_bad_lines_of_a_file(refused, small, tmp_path, line):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"ids": [1]}\n' + line)
     err = refused("generate", f"prompts={file}", *small)
-    assert LINES[line] in err
+    assert LINES[line] in err.partition(f"kimi-fx: {file}, line 2: ")[2]
 
 
 def test_bad_files(refused, small, tmp_path):
     empty, matrix = tmp_path / "empty.jsonl", tmp_path / "other.safetensors"
     empty.write_text("\n")
     assert "holds no prompt" in refused("generate", f"prompts={empty}", *small)
+    for wrong in (torch.tensor(1), torch.zeros(3).int(), torch.zeros(1, 1, 1).int(), torch.zeros(0, 4).int()):
+        save_file({"prompts": wrong}, matrix)
+        err = refused("generate", f"prompts={matrix}", *small)
+        assert f"prompts={matrix}: `prompts` is {list(wrong.shape)} in {wrong.dtype}, wanted a matrix of ids" in err
+    save_file({"prompts": torch.zeros(1, 2)}, matrix)
+    assert "`prompts` is [1, 2] in torch.float32, wanted" in refused("generate", f"prompts={matrix}", *small)
+    save_file({"prompts": torch.tensor([[1, 2], [3, 64]])}, matrix)
+    assert f"{matrix}, prompts[1]: The prompt holds 64" in refused("generate", f"prompts={matrix}", *small)
     save_file({"ids": torch.zeros(1, 1)}, matrix)
     assert "no tensor `prompts`; it holds ids" in refused("generate", f"prompts={matrix}", *small)
     matrix.write_bytes(b"<html>")
     assert "is not a safetensors file" in refused("generate", f"prompts={matrix}", *small)
+
+
+@pytest.mark.parametrize("key", ["prompts", "target", "target.path", "drafter", "drafter.path", "run.trace"])
+@pytest.mark.parametrize(("path", "said"), [("n" * 300, "name too long"), ("~nouser/x", "home directory")])
+def test_paths_that_cannot_be(refused, key, path, said):
+    err = refused("generate", f"{key}={path}", *(["ids=[1]"] if key != "prompts" else []))
+    assert f"kimi-fx: {key}={path[:50]}" in err
+    assert said in err or (key in ("target", "drafter") and "no such preset" in err)
 
 
 def test_a_pool_that_does_not_fit(call, small):

@@ -256,7 +256,9 @@ def test_waiting_for_pages(small_engine):
 def test_refused_for_lack_of_pages(small_engine):
     engine = small_engine("cache.tokens=128")
     assert engine.pool.target.shape[1] == engine.pool.draft_k.shape[1] == 2
-    with pytest.raises(ValueError, match=r"max_tokens=29 after a prompt of 100 .* pool \(cache.tokens\) of 128: at most 28"):
+    with pytest.raises(
+        ValueError, match=r"max_tokens=29 after a prompt of 100 .* pool \(cache.tokens\) of 128: at most 28"
+    ):
         engine.add([1] * 100, SamplingParams(max_tokens=29))
     with pytest.raises(ValueError, match=r"The prompt has 128 tokens and the pool \(cache.tokens\) holds 128: shorten"):
         engine.add([1] * 128)

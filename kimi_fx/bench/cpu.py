@@ -12,7 +12,7 @@ import torch
 from ..compose import load_config
 from ..config import Mode, package_path
 from ..engine import Engine
-from ..inputs import read_prompts
+from ..inputs import check_each, read_prompts
 from .huggingface import huggingface
 from .record import record, say, table
 
@@ -31,9 +31,10 @@ def run(overrides: Sequence[str]) -> int:
     config = load_config([*USUAL, *overrides])
     if config.sampling.temperature:
         raise ValueError("bench cpu compares greedy texts: leave sampling.temperature unset.")
-    prompts = [ids for ids, _ in read_prompts(config)]
+    read = read_prompts(config)
+    prompts = [prompt.value for prompt in read]
     tokens = config.sampling.limit or 1
-    engine = Engine.open(config)
+    engine = Engine.open(config, check=lambda engine: check_each(read, engine.check))
     peer = huggingface(package_path(config.target.path or ""), engine.model.target.lora_norm_eps)
 
     def ours(mode: Mode, budget: int | None) -> Way:

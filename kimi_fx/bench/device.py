@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..config import package_path
 from .record import table
 
 REPLAYS, WARM = 15, 3
@@ -83,7 +84,10 @@ def seconds(replay: Callable[[], object]) -> float:
 def asked(name: str, known: Sequence[str], overrides: Sequence[str]) -> tuple[dict[str, list[str]], Path]:
     """The lists given as `key=[a,b]`, and `folder=`. ValueError for other keys, no folder, or no CUDA device."""
     words = dict(word.partition("=")[::2] for word in overrides)
-    folder = Path(words.pop("folder", "."))
+    try:
+        folder = package_path(given := words.pop("folder", "."))
+    except ValueError as error:
+        raise ValueError(f"folder={given}: {error}") from None
     if not set(words) <= set(known):
         raise ValueError(f"bench {name} takes {', '.join(known)} and folder, found {', '.join(words)}.")
     if not torch.cuda.is_available():

@@ -3,9 +3,9 @@
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from ..config import package_path
 from ..graphs.pytree import tree_map
 from ..graphs.state import Emitted, Tree
 from ..request import Request
@@ -20,7 +20,7 @@ class Trace:
     """
 
     def __init__(self, path: str) -> None:
-        self.path, self.mode = Path(path).expanduser(), "w"
+        self.path, self.mode = package_path(path), "w"
         try:
             self.path.open("a").close()
         except OSError as error:
