@@ -1,8 +1,10 @@
 """The command line: `kimi-fx <command> key=value …`. Results on stdout, everything else on stderr.
 
-Exit codes: 0 success, 1 something failed while running, 2 the request was wrong, 130 interrupted.
+Exit codes: 0 success, 1 something failed while running, 2 the request was wrong; 130 interrupted and 143 terminated
+are `__main__`'s.
 """
 
+import io
 import json
 import os
 import sys
@@ -31,6 +33,8 @@ keys by dots (sampling.temperature=0, step.budget=15).
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a text may have what a terminal's encoding has not
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (closed by the caller: nothing to say it to)
     if not args or args[0] in ("-h", "--help", "help") or "--help" in args:
         print(USAGE, end="")
@@ -48,9 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"kimi-fx: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("kimi-fx: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nothing more to say
         return 1
@@ -89,7 +90,7 @@ def generate(overrides: Sequence[str]) -> int:
     if config.output == "json":
         results = engine.generate(prompts, fields)
         for place, result in enumerate(results):
-            print(json.dumps({"prompt": place} | result.to_dict(), ensure_ascii=False), flush=True)
+            print(json.dumps({"prompt": place} | result.to_dict()), flush=True)
         return int(any(c.finish_reason == "error" for r in results for c in r.outputs))
     lone = len(prompts) == 1 and fields[0].get("n", config.sampling.n) == 1
     return print_stream(engine.generate(prompts, fields, stream=True), lone)

@@ -1,9 +1,11 @@
 """The command line: results on stdout, all else on stderr, exit codes, and no traceback for a user's mistake."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -143,12 +145,67 @@ def process():
         process.kill()
 
 
-def test_interrupt(process):
-    """Ctrl-C once: 130, a word on stderr, no traceback."""
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
-    err = process.stderr.read()
-    assert err.endswith(b"kimi-fx: interrupted\n") and b"Traceback" not in err
+@pytest.mark.parametrize(
+    ("numbers", "code", "word"),
+    [
+        ([signal.SIGINT], 130, "interrupted"),
+        ([signal.SIGINT] * 4, 130, "interrupted"),
+        ([signal.SIGTERM], 143, "terminated"),
+        ([signal.SIGTERM, signal.SIGINT], 143, "terminated"),
+    ],
+)
+def test_signals(process, numbers, code, word):
+    """Once or more often: the first one's code, a word on stderr, no traceback."""
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.15)
+    assert process.wait(60) == code
+    loaded, settings, *rest = process.stderr.read().decode().splitlines()
+    assert "loaded" in loaded and "temperature" in settings and rest == [f"kimi-fx: {word}"]
+
+
+EARLY = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "kimi_fx.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from kimi_fx.__main__ import main
+sys.exit(main(["config"]))
+"""
+
+
+def test_a_signal_while_modules_are_imported():
+    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, preexec_fn=interruptible)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "kimi-fx: interrupted\n")
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_an_encoding_without_the_texts_characters(output, tmp_path):
+    """What cannot be written is escaped; JSON stays JSON."""
+    word = "sampling.logit_bias={196: 1000, 167: 500}"  # bytes of é, and whatever follows
+    command = [
+        sys.executable,
+        "-m",
+        "kimi_fx",
+        "generate",
+        "prompt=é",
+        f"output={output}",
+        "sampling.max_tokens=3",
+        word,
+    ]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "sampling.temperature=0"], capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.decode("ascii")
+    if output == "json":
+        assert not json.loads(text)["outputs"][0]["text"].isascii()
+    else:
+        assert "\\x" in text or "\\u" in text
 
 
 def test_a_reader_that_leaves(process):
