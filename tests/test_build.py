@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kimi_fx.bench.device import asked
 from kimi_fx.runtime.build import build, cache_folder, command
 from kimi_fx.runtime.store import StoreError
 
@@ -81,6 +82,15 @@ def test_a_file_for_a_cache(nvcc, monkeypatch, tmp_path):
         monkeypatch.setenv("KIMI_FX_CACHE", str(place))
         with pytest.raises(ValueError, match="lies on a file: set KIMI_FX_CACHE to a folder"):
             build("sm_80")
+
+
+@pytest.mark.parametrize("path", ["~nouser/x", "/tmp/" + "n" * 300])
+def test_a_path_that_cannot_be(monkeypatch, path):
+    monkeypatch.setenv("KIMI_FX_CACHE", path)
+    with pytest.raises(ValueError, match=f"The cache {path} is no usable path: .*: set KIMI_FX_CACHE to a folder"):
+        cache_folder()
+    with pytest.raises(ValueError, match=f"folder={path}: no usable path: "):
+        asked("mla", [], [f"folder={path}"])
 
 
 def test_a_cache_that_cannot_be_made(monkeypatch):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import environment
+from ..config import environment, package_path
 from ..ops.library import kernels
 from .store import told
 
@@ -141,10 +141,14 @@ def source_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """KIMI_FX_CACHE, else kimi_fx in the user's cache; made if need be. Raises ValueError where it is no folder,
+    """KIMI_FX_CACHE, else kimi_fx in the user's cache; made if need be. Raises ValueError where it can be no folder,
     StoreError where it cannot be made."""
     own, shared = environment("KIMI_FX_CACHE"), environment("XDG_CACHE_HOME")
-    folder = (Path(own) if own else Path(shared or "~/.cache") / "kimi_fx").expanduser()
+    wanted = own or f"{shared or '~/.cache'}/kimi_fx"
+    try:
+        folder = package_path(wanted)
+    except ValueError as error:
+        raise ValueError(f"The cache {wanted} is {error}: set KIMI_FX_CACHE to a folder.") from None
     try:
         with told(folder, "set KIMI_FX_CACHE to another folder"):
             folder.mkdir(parents=True, exist_ok=True)
