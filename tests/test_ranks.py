@@ -200,6 +200,18 @@ def test_the_first_is_killed(tmp_path: Path) -> None:
     first.stderr.close()
 
 
+def test_the_first_is_killed_while_the_others_start() -> None:
+    call = [sys.executable, "-m", "kimi_fx", "generate", "ids=[3840]", *FP32, "mesh.tp=2"]
+    with subprocess.Popen(call, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as first:
+        children = Path(f"/proc/{first.pid}/task/{first.pid}/children")
+        last = time.time() + 60
+        while not (found := children.read_text().split()) and time.time() < last:
+            time.sleep(0.01)
+        first.kill()
+        wait_for_end(int(found[0]), time.time() + SOON)
+        assert first.stderr is not None and not first.stderr.read()
+
+
 STUCK = """
 import atexit, time
 from kimi_fx.runtime.ranks import end_at_once

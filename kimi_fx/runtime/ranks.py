@@ -34,6 +34,7 @@ GROUP = "0"  # torch's name of a process's first group; the same in all processe
 FOREVER = timedelta(days=365)  # a rank may wait that long for the next request; `Watch` finds one that hangs
 PATIENCE = 20.0  # seconds for the others to end in
 HEADER, LENGTH = 512, 8  # bytes of an order's first part, and of its length therein
+GUARD = "import os, threading; threading.Thread(target=lambda: os._exit(1 + len(os.read(0, 1))), daemon=True).start(); "
 FOLLOW = "import sys; sys.path[:] = {path!r}; from {module} import main; sys.exit(main({place!r}))"
 
 
@@ -201,12 +202,13 @@ class Ranks:
 
 
 def start(place: Place, rank: int, module: str) -> "subprocess.Popen[bytes]":
-    """A follower on this machine, out of reach of the terminal's Ctrl-C: rank 0 ends it, and says why."""
+    """A follower on this machine, out of reach of the terminal's Ctrl-C: rank 0 ends it, and says why. Its standard
+    input ends with rank 0, however that ends and however far the follower has come by then."""
     own = vars(place) | {"rank": rank, "device": rank, "serves": False}
-    code = FOLLOW.format(path=sys.path, module=module, place=own)
+    code = GUARD + FOLLOW.format(path=sys.path, module=module, place=own)
     level = {"TORCH_CPP_LOG_LEVEL": environment("TORCH_CPP_LOG_LEVEL") or "ERROR"}  # else a lost store is a long tale
     with with_environment(level):
-        return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
 
 
 def follow_with(place: Place, part: Callable[[Ranks], object]) -> int:
@@ -242,6 +244,8 @@ def end(follower: "subprocess.Popen[bytes]", patience: float) -> None:
     except subprocess.TimeoutExpired:
         follower.kill()
         follower.wait()
+    if follower.stdin:
+        follower.stdin.close()
 
 
 def end_at_once(code: int, ranks: Ranks) -> None:
