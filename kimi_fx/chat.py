@@ -12,7 +12,8 @@ from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .checkpoint.files import parse_json, read_text
+from . import strict_json
+from .checkpoint.files import read_text
 from .rules import nearest
 from .tokenizer import Tokenizer, settings
 
@@ -52,9 +53,9 @@ def load_template(folder: Path) -> str | None:
 def parse_messages(text: str) -> list[dict[str, str]]:
     """Messages from JSON text, checked."""
     try:
-        messages = parse_json(text)
+        messages = strict_json.loads(text)
     except ValueError as error:
-        raise ValueError(f"messages are not valid JSON: {error}") from None
+        raise ValueError(f"messages: {error}") from None
     return check_messages(messages)
 
 

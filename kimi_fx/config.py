@@ -9,7 +9,7 @@ is here. It does not compose YAML (see `compose.py`), does not look at devices, 
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -75,7 +75,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
-    """Ids emitted at most; null: 256, or what the context still holds; 0: none."""
+    """Ids emitted at most; null: 256, or what context and pool still hold; 0: none."""
     max_new_tokens: int | None = None
     """Another name of max_tokens."""
     max_completion_tokens: int | None = None
@@ -320,9 +320,18 @@ class DrafterModel:
 
 
 def package_path(path: str) -> Path:
-    """A folder as the user wrote it, or inside the package for `kimi_fx:…`."""
+    """A file or folder as the user wrote it, there or not, or inside the package for `kimi_fx:…`.
+
+    ValueError for what cannot be one: a name too long, no such user's home, a folder that may not be entered.
+    """
     root = Path(__file__).parent
-    return root / path.removeprefix("kimi_fx:") if path.startswith("kimi_fx:") else Path(path).expanduser()
+    try:
+        found = root / path.removeprefix("kimi_fx:") if path.startswith("kimi_fx:") else Path(path).expanduser()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found.stat()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"no usable path: {getattr(error, 'strerror', None) or error}") from None
+    return found
 
 
 def environment(name: str) -> str | None:
@@ -389,6 +398,7 @@ LIMITS = {  # for a list or map: each number in it
     "limit": Range(1),
     "budgets": Range(0, MAX_BUDGET),
 }
+PATHS = ("target.path", "drafter.path", "run.trace", "prompts")
 REFUSED = ("sampling.grammar", "sampling.prompt_logprobs", "sampling.tools")
 LIMIT_NAMES = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 SYNONYMS = (LIMIT_NAMES, ("min_tokens", "min_new_tokens"), ("include_stop_str_in_output", "no_stop_trim"))
@@ -420,6 +430,11 @@ def problem(key: str, value: Any, shown: str | None = None) -> str | None:
         cast(value, KEYS[key], LIMITS.get(key))
     except ValueError:
         return f"{shown}: wanted {wanted(key)}"
+    if key in PATHS and value:
+        try:
+            package_path(value)
+        except ValueError as error:
+            return f"{shown}: {error}"
     return None
 
 

@@ -439,5 +439,5 @@ def test_bad_messages_are_refused(messages, reason):
 
 def test_messages_from_json():
     assert parse_messages('[{"role": "user", "content": "a", "name": null}]') == [USER]
-    with pytest.raises(ValueError, match="messages are not valid JSON"):
+    with pytest.raises(ValueError, match="messages: not valid JSON: "):
         parse_messages("[{'role'")

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ..compose import check_used, load_config
 from ..engine import Engine
-from ..inputs import read_prompts
+from ..inputs import check_each, read_prompts
 from ..results import Result
 from ..runtime.buckets import holding
 from ..runtime.load import pick_device, pick_dtype
@@ -35,14 +35,15 @@ UNUSED = OWN | dict.fromkeys(("prompt", "ids", "messages"), "give prompts=FILE")
 def run(overrides: Sequence[str]) -> int:
     check_used("bench acceptance", overrides, UNUSED)
     config = load_config([*USUAL, *overrides])
-    prompts = [prompt for prompt, _ in read_prompts(config)]
+    read = read_prompts(config)
+    prompts = [prompt.value for prompt in read]
     if (config.sampling.limit or 0) < 2:
         raise ValueError(f"sampling.max_tokens={config.sampling.limit} leaves no verify step to count: give 2 or more.")
     device = pick_device(config.device)
     if config.run.nodes is None and compiles(config, device, pick_dtype(config.dtype, device)):
         nodes = tuple(sorted({1, *map(holding, (CHAIN, *config.budgets))}))
         config = replace(config, run=replace(config.run, nodes=nodes))
-    engine = Engine.open(config)
+    engine = Engine.open(config, check=lambda engine: check_each(read, engine.check))
     cases: list[tuple[str, dict[str, Any]]] = [("plain", {"mode": "plain"}), ("chain", {"mode": "chain"})]
     cases += [(f"tree of {n} ({n + 1} nodes)", {"mode": "tree", "budget": n}) for n in config.budgets]
     rows, plain = [["", "acceptance", "by depth", "nodes a step", "tokens/s", "over plain"]], 0.0

@@ -12,7 +12,7 @@ import torch
 from ..compose import check_used, load_config
 from ..config import KEYS, LIMIT_NAMES, Mode
 from ..engine import Engine
-from ..inputs import read_prompts
+from ..inputs import check_each, read_prompts
 from ..runtime.load import target_folder
 from .acceptance import UNUSED
 from .huggingface import check_installed, huggingface
@@ -35,9 +35,10 @@ def run(overrides: Sequence[str]) -> int:
     check_used("bench cpu", overrides, UNUSED | SAMPLING)
     check_installed()
     config = load_config([*USUAL, *overrides])
-    prompts = [ids for ids, _ in read_prompts(config)]
+    read = read_prompts(config)
+    prompts = [prompt.value for prompt in read]
     tokens = config.sampling.limit or 1
-    engine = Engine.open(config)
+    engine = Engine.open(config, check=lambda engine: check_each(read, engine.check))
     peer = huggingface(target_folder(config), engine.model.target.lora_norm_eps)
 
     def ours(mode: Mode, budget: int | None) -> Way:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..config import package_path
 from .record import table
 
 REPLAYS, WARM = 15, 3
@@ -97,7 +98,10 @@ def listed(text: str) -> list[str]:
 def asked(name: str, known: Sequence[str], overrides: Sequence[str]) -> tuple[dict[str, list[str]], Path]:
     """The lists given as `key=[a,b]`, and `folder=`. ValueError for other keys, no folder, or no CUDA device."""
     words = given(name, [*known, "folder"], overrides)
-    folder = Path(words.pop("folder", "."))
+    try:
+        folder = package_path(wanted := words.pop("folder", "."))
+    except ValueError as error:
+        raise ValueError(f"folder={wanted}: {error}") from None
     if not torch.cuda.is_available():
         raise ValueError(f"bench {name} needs a CUDA device, none is visible.")
     try:

@@ -91,10 +91,10 @@ def read_text(path: Path) -> str:
         raise CheckpointError(f"{path}: not a text in UTF-8 (byte {error.start:,}: {error.reason})") from None
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, **hooks: Any) -> Any:
     """What a JSON text says. Raises ValueError for anything else, and for lists in lists beyond what Python reads."""
     try:
-        return json.loads(text)
+        return json.loads(text, **hooks)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

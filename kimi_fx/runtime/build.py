@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import environment
+from ..config import environment, package_path
 from ..ops.library import kernels
 from .store import told
 
@@ -153,13 +153,13 @@ def source_folder() -> Path:
 def cache_folder() -> Path:
     """KIMI_FX_CACHE, else kimi_fx in the user's cache; made if need be. Raises ValueError where it cannot be."""
     own, shared = environment("KIMI_FX_CACHE"), environment("XDG_CACHE_HOME")
-    folder = Path(own) if own else Path(shared or "~/.cache") / "kimi_fx"
+    wanted = own or f"{shared or '~/.cache'}/kimi_fx"
     try:
-        folder = folder.expanduser()
+        folder = package_path(wanted)
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a home that nobody knows
+    except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ValueError(f"the cache {folder} cannot be made ({why}): set KIMI_FX_CACHE to another folder.") from None
+        raise ValueError(f"the cache {wanted} cannot be made ({why}): set KIMI_FX_CACHE to another folder.") from None
     return folder
 
 

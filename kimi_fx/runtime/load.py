@@ -131,7 +131,7 @@ def drafter_folder(config: Config) -> Path | None:
 
 def folder_of(group: str, path: str) -> Path:
     folder = package_path(path)
-    if not os.path.isdir(folder):  # false as well for what no name can be
+    if not folder.is_dir():
         raise ValueError(f"{group}.path={path}: no such folder: give a checkpoint's, or a preset's name as {group}=.")
     return folder
 

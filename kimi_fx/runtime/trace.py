@@ -5,9 +5,9 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from ..config import package_path
 from ..graphs.pytree import tree_map
 from ..graphs.state import Emitted, Tree
 from ..request import Request
@@ -23,7 +23,7 @@ class Trace:
     """
 
     def __init__(self, path: str) -> None:
-        self.path, self.mode, self.size, self.ended = Path(path).expanduser(), "wb", 0, False
+        self.path, self.mode, self.size, self.ended = package_path(path), "wb", 0, False
         try:
             self.path.open("a").close()
         except OSError as error:
