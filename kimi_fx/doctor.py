@@ -73,14 +73,17 @@ class Case:
 
 
 def command(overrides: Sequence[str]) -> int:
-    """Sections on stdout, what is wrong on stderr: 0 if nothing is, 2 for what cannot be met, 1 for what failed."""
+    """Sections on stdout, on stderr which are not good: 0 if all are, 2 for what cannot be met, 1 for what failed."""
     case = case_of(overrides)
     said: set[str] = set()
     gc.disable()  # looking for cycles among the names of a large checkpoint takes longer than to read them
     try:
-        return max(run(title, section, case, said) for title, section in SECTIONS.items())
+        codes = {title: run(title, section, case, said) for title, section in SECTIONS.items()}
     finally:
         gc.enable()
+    if bad := [title for title, code in codes.items() if code]:
+        print(f"kimi-fx: not good: {', '.join(bad)}", file=sys.stderr)
+    return max(codes.values())
 
 
 def case_of(overrides: Sequence[str]) -> Case:
@@ -125,9 +128,8 @@ def run(title: str, section: Callable[[Case], str | None], case: Case, said: set
         text = section(case)
     except (ValueError, RuntimeError, OSError) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        print(f"{title}: {'not looked at, as above' if str(error) in said else 'NOT GOOD'}\n", flush=True)
-        if str(error) not in said:
-            print(f"kimi-fx: {kind}{error}", file=sys.stderr, flush=True)
+        why = "not looked at, as above" if str(error) in said else f"NOT GOOD\n{indent(f'{kind}{error}', '  ')}"
+        print(f"{title}: {why}\n", flush=True)
         said.add(str(error))
         return 2 if isinstance(error, ValueError) else 1
     if text:

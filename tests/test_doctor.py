@@ -94,7 +94,7 @@ def test_a_fault_is_one_message(fault, short: Path, capsys: pytest.CaptureFixtur
     fault(short / shard(2))
     code = main(["doctor", f"target={short}", "mesh.tp=8", "memory=139"])
     out, err = capsys.readouterr()
-    assert code == 2 and err.count("kimi-fx:") == 1 and all(said in err for said in FAULTS[fault])
+    assert code == 2 and err == "kimi-fx: not good: checkpoint\n" and all(said in out for said in FAULTS[fault])
     assert "checkpoint: NOT GOOD" in out and "memory: it fits" in out
 
 
@@ -108,21 +108,23 @@ def test_a_plan_before_the_download(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_no_mesh_mends(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", f"target={short}", "memory=0.2"]) == 2
-    assert "what is beside weights and pool does not fit by itself" in capsys.readouterr().err
+    assert "what is beside weights and pool does not fit by itself" in capsys.readouterr().out
 
 
 def test_too_much_for_a_rank(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", f"target={short}", "mesh.tp=8", "memory=8", "cache.tokens=2000000"])
     out, err = capsys.readouterr()
     assert code == 2 and "rest" in out and "memory: NOT GOOD" in out
-    assert err.startswith("kimi-fx: a rank has 8.0 GB and needs") and "use cache.tokens=" in err
+    assert err == "kimi-fx: not good: memory\n"
+    assert "  a rank has 8.0 GB and needs" in out and "use cache.tokens=" in out
 
 
 def test_what_all_sections_find_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", f"target={tmp_path}", "device=cpu"])
     out, err = capsys.readouterr()
     assert code == 2 and out.count("NOT GOOD") == 1 and out.count("not looked at, as above") == 2
-    assert err == f"kimi-fx: {tmp_path}: holds no config.json\n"
+    assert f"checkpoint: NOT GOOD\n  {tmp_path}: holds no config.json\n" in out
+    assert err == "kimi-fx: not good: checkpoint, tokenizer, memory\n"
 
 
 @pytest.mark.parametrize("word", ["memory=", "memory=big", "memory=-1", "memory=inf", "memory=nan"])
@@ -151,8 +153,8 @@ PLANS = {
 def test_a_plan_of_what_cannot_be(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As `generate` refuses it, once."""
     assert main(["doctor", "memory=139", *words.split()]) == 2
-    err = capsys.readouterr().err
-    assert PLANS[words] in err and err.count("kimi-fx:") == 1
+    out, err = capsys.readouterr()
+    assert PLANS[words] in out + err and err.count("kimi-fx:") == 1
 
 
 def test_a_plan_of_two_ranks_says_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,8 +195,8 @@ sys.exit(main(["doctor", "device=cpu", "mesh.tp=2", "mesh.timeout=2"]))
 def test_a_rank_that_hangs_ends_all_with_advice() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == 1 and "memory: it fits" in done.stdout and "Traceback" not in done.stderr
-    assert "more than mesh.timeout=2 s: rank 0 in runtime/links.py" in done.stderr
-    assert "NCCL_P2P_DISABLE=1" in done.stderr
+    assert "more than mesh.timeout=2 s: rank 0 in runtime/links.py" in done.stdout
+    assert "NCCL_P2P_DISABLE=1" in done.stdout and done.stderr == "kimi-fx: not good: links\n"
 
 
 @pytest.fixture
