@@ -26,6 +26,11 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(skip)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    torch.manual_seed(0)  # what a test draws does not depend on those before it
+
+
 @pytest.fixture(scope="session")
 def loaded() -> Loaded:
     return load(load_config(["dtype=float32", "device=cpu"]), progress=False)

@@ -18,8 +18,9 @@ import torch
 import kimi_fx.runtime.rounds
 from kimi_fx.bench import mla, moe, rank, step, trace, work
 from kimi_fx.bench.device import Rates
-from kimi_fx.bench.routing import chances, router_bias
+from kimi_fx.bench.routing import chances, expected_hits, router_bias
 from kimi_fx.bench.trace import Kernel, shares
+from kimi_fx.checkpoint.load import random_params
 from kimi_fx.cli import main
 from kimi_fx.compose import load_config
 from kimi_fx.config import DrafterModel, Rope, TargetModel
@@ -44,11 +45,6 @@ TINY_DRAFTER = DrafterModel(
 @pytest.fixture(scope="module")
 def k26() -> Model:
     return step.geometry()[1]
-
-
-def expected_hits(chance: torch.Tensor, tokens: int) -> float:
-    """Distinct experts that independent tokens visit."""
-    return float((1 - (1 - chance) ** tokens).sum())
 
 
 def shape(nodes: int, batch: int = 1) -> Shape:
@@ -144,18 +140,27 @@ def test_router_bias_gives_the_chances(kind: str) -> None:
         assert hits == pytest.approx(expected_hits(chance, tokens), rel=0.03)
 
 
-def test_a_round_reads_as_many_experts_as_its_routing_says() -> None:
-    """Its nodes hold different tokens, and hidden states are as independent as they are in every layer."""
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 64), (4, 16)])
+def test_a_round_reads_as_many_experts_as_its_routing_says(batch: int, nodes: int) -> None:
+    """Nodes and requests hold different tokens, and hidden states are as independent as they are in every layer."""
     t = replace(TINY, layers=8, D=512, E=384, K=8, V=8192, H=4, L=64, q_lora=64)
     model = Model(t, replace(TINY_DRAFTER, D=512, mask_id=8191), KERNELS)
     with torch.no_grad():
-        room, device = rank.Room(1, 18, 18), torch.device("cpu")
-        one = rank.make_rank(load_config(["run.nodes=[64]"]), model, room, device, torch.float32)
-        rank.seat_all(one.state, 1, 1000, 64, torch.arange(18).int())
+        room, device = rank.Room(batch, 18, 18 * batch), torch.device("cpu")
+        one = rank.make_rank(load_config([f"run.nodes=[{nodes}]"]), model, room, device, torch.float32)
+        rank.seat_all(one.state, batch, 1000, nodes, torch.arange(room.pages).int())
         for kind in ("uniform", "zipf"):
             chance = chances(kind, t.E, t.K)
             rank.set_router_bias(one.params, router_bias(chance, rank.INIT * t.D**0.5))
-            assert step.experts_hit(one, shape(64)) == pytest.approx(expected_hits(chance, 64), rel=0.03)
+            found = step.experts_hit(one, shape(nodes, batch))
+            assert found == pytest.approx(expected_hits(chance, batch * nodes), rel=0.06)
+
+
+def test_random_experts_average_to_nothing() -> None:
+    """What an expert adds to every token alike would grow with the layers until all tokens take the same experts."""
+    experts = random_params(work.plan_of(TINY), 0, torch.device("cpu"), torch.float32).layers[1].mlp.experts
+    for weights in (experts.w13, experts.w2):
+        assert weights.mean().abs() < 0.03 * weights.std()
 
 
 def test_zipf_chances() -> None:
@@ -202,20 +207,22 @@ def test_kernels_are_named_as_in_their_sources() -> None:
     ("words", "says"),
     [
         ({"nodes": ["17"]}, "nodes takes some of 1, 8, 16, 32, 64, 128, found 17"),
-        ({"batch": ["0"]}, "batch takes numbers from 1 to 262144, found 0"),
+        ({"batch": ["0"]}, "batch takes numbers from 1 to 64, found 0"),
         ({"context": ["5.5k"]}, "context takes numbers from 1 to 262144, found 5.5k"),
         ({"routing": ["real"]}, "routing takes some of uniform, zipf, found real"),
-        ({"acceptance": ["3", "4"]}, "acceptance is one number, tokens a round, found 3, 4"),
+        ({"acceptance": ["3", "4"]}, "acceptance is one number from 1 to 8, tokens a round, found 3, 4"),
+        *(({"acceptance": [a]}, f"tokens a round, found {a}.") for a in ("nan", "inf", "-5", "0", "1e9", "8.1", "x")),
+        ({"nodes": ["1"], "acceptance": ["2"]}, "acceptance is one number from 1 to 1, tokens a round, found 2"),
         ({"batch": ["8"], "context": ["200000"]}, "holds 262,144 tokens, no batch x context is that small"),
     ],
 )
 def test_refusals(words: dict[str, list[str]], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
-        step.chosen(words)
+        step.chosen(words, 8)
 
 
 def test_too_small_a_card(k26: Model) -> None:
-    needed = rank.device_bytes(k26, step.room_for(step.chosen({})[0]))
+    needed = rank.device_bytes(k26, step.room_for(step.chosen({}, 8)[0]))
     step.check_fits(needed, 139 * 2**30)
     with pytest.raises(ValueError, match="needs 102 GB on the device .* and 80 GB are free: ask for a smaller batch"):
         step.check_fits(needed, 80e9)
@@ -230,11 +237,18 @@ def test_without_a_card(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cells() -> None:
     """Those of one compiled round stand together; eight requests of 200,000 tokens are not among them."""
-    cells, acceptance = step.chosen({})
+    cells, acceptance = step.chosen({}, 8)
     assert len(cells) == len(set(cells)) == 5 * 7 * 2 and acceptance == 4
     rounds = [(c.batch, c.nodes) for c in cells]
     assert sum(a != b for a, b in zip(rounds, rounds[1:], strict=False)) == 9
     assert {c.context for c in cells if c.batch == 8} == {1000, 5500, 32_000}
+
+
+def test_cells_that_are_left_out_are_named(capsys: Any) -> None:
+    cells, _ = step.chosen({"batch": ["1", "8", "1"], "nodes": ["8"], "context": ["200000"]}, 8)
+    assert [(c.batch, c.routing) for c in cells] == [(1, "uniform"), (1, "zipf")]
+    assert capsys.readouterr().err == "left out, as bench step holds 262,144 tokens: batch x context of 8 x 200,000\n"
+    assert step.chosen({"nodes": ["1"]}, 8)[1] == 1
 
 
 @pytest.fixture
@@ -261,7 +275,7 @@ def flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
     monkeypatch.setattr(step, "copied", lambda flight: flight)
 
     def measured(target: TargetModel = TINY, **words: list[str]) -> list[dict[str, Any]]:
-        cells, acceptance = step.chosen(words)
+        cells, acceptance = step.chosen(words, TINY_DRAFTER.block)
         model = Model(target, TINY_DRAFTER, KERNELS)
         with torch.no_grad():
             return list(step.measure(cells, load_config([]), model, CARD, acceptance, torch.device("cpu")))
@@ -283,7 +297,7 @@ def test_the_whole_flow(flow: Callable[..., list[dict[str, Any]]], capsys: Any) 
         assert sum(cell[f"{part} floor us"] for part in work.PARTS) == pytest.approx(cell["floor us"])
         assert cell["tokens/s"] == pytest.approx(cell["batch"] * (2.5 if cell["nodes"] > 1 else 1) * 1e4)
         visits = cell["batch"] * cell["nodes"] * TINY.K
-        assert TINY.K <= cell["experts"] <= min(TINY.E, visits)
+        assert TINY.K <= cell["experts"] <= min(TINY.E, visits) and TINY.K <= cell["expected"] + 1e-6 < TINY.E
         bytes_ = cell["experts"] * work.expert_bytes(TINY)
         assert cell["experts MB"] == pytest.approx(bytes_ / 1e6)
     assert not any(cell["draft MB"] for cell in found if cell["nodes"] == 1)

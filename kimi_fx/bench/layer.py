@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..config import with_environment
 from ..ops import KERNELS, REFERENCE, Ops
+from ..ops.norm_route import counters_of
 from ..runtime.build import load_kernels
 from . import mla
 from .device import Cells, Rates, asked, heat_map, numbers, per_layer, rates, report, result
@@ -86,7 +87,7 @@ def weights() -> Weights:
 def inputs(rows: int) -> Inputs:
     angle = torch.rand(rows, R, device="cuda")
     bias, valid = torch.zeros(E, device="cuda"), torch.ones(rows, dtype=torch.bool, device="cuda")
-    counters = torch.zeros(4 + rows * (E + K), dtype=torch.int32, device="cuda")
+    counters = torch.zeros(counters_of(rows, E, K), dtype=torch.int32, device="cuda")
     o, routed = normal(rows, H, L), normal(rows, D)
     return Inputs(normal(rows, D), angle.cos(), angle.sin(), o, routed, bias, valid, counters)
 

@@ -64,11 +64,14 @@ def device_bytes(model: Model, room: Room) -> int:
 
 
 def make_rank(config: Config, model: Model, room: Room, device: torch.device, dtype: torch.dtype) -> Rank:
-    """Weights are made where they stay, leaf by leaf; the pool is normal."""
+    """Weights are made where they stay, leaf by leaf; the pool is normal. Every call draws the same."""
+    torch.manual_seed(0)
     t, d = model.target, model.drafter
     drafter = random_params(drafter_plan(d), 1, device, dtype) if d else None
     params = Params(random_params(plan_of(t), 0, device, dtype), drafter)
     params.target.embed.mul_(EMBED / INIT)
+    if d:
+        params.target.embed[d.mask_id] = 0  # else it outweighs the context, and all requests draft the same tokens
     pool = empty_pool(model, room.pages, dtype, device)
     for leaf in tree_leaves(pool):
         leaf.normal_()

@@ -26,6 +26,14 @@ def chances(kind: str, experts: int, chosen: int) -> Tensor:
     return 1 - (-low * rate).exp()
 
 
+def expected_hits(
+    chance: Tensor,  # [E]
+    tokens: int,
+) -> float:
+    """Distinct experts that independent tokens visit."""
+    return float((1 - (1 - chance) ** tokens).sum())
+
+
 def router_bias(
     chance: Tensor,  # [E]
     spread: float,  # standard deviation of the router's logits

@@ -5,7 +5,8 @@ the engine does it; the sums over the ranks are left out. One node is plain deco
 is that of ROUNDS replays in a row, which the host launches ahead; its parts are a traced replay's shares of it
 (`trace.py`), beside what each has to read (`work.py`). The floor is the sum of the parts' floors: the larger of bytes
 at the card's read rate and products at its matrix rate, both measured in the same run. The experts hit are counted in
-one round that runs op by op. Idle is the time between two rounds, results being copied out as the engine does it.
+one round that runs op by op; expected are those of independent tokens. Idle is the time between two rounds, results
+being copied out as the engine does it.
 """
 
 import json
@@ -30,7 +31,7 @@ from ..runtime.build import load_kernels
 from ..runtime.builders import build_all
 from ..runtime.flight import Flight, copied
 from .bars import bars
-from .device import Cells, Rates, asked, median, numbers, rates, report, result
+from .device import Cells, Rates, asked, median, numbers, rates, report, result, some_of
 from .rank import (
     INIT,
     Rank,
@@ -44,7 +45,7 @@ from .rank import (
     without_drafter,
 )
 from .record import say
-from .routing import KINDS, chances, router_bias
+from .routing import KINDS, chances, expected_hits, router_bias
 from .trace import shares, traced
 from .work import PARTS, round_work
 
@@ -59,6 +60,7 @@ DEFAULTS: dict[str, list[Any]] = {
     "routing": list(KINDS),
     "acceptance": [4],
 }
+LIMITS = {"batch": (1, 64), "context": (1, MOST)}
 
 
 @dataclass(frozen=True)
@@ -72,29 +74,28 @@ class Cell:
         return f"batch {self.batch}, {self.nodes} nodes, {self.context:,} tokens, {self.routing}"
 
 
-def chosen(given: dict[str, list[Any]]) -> tuple[list[Cell], float]:
-    """Cells, those of one compiled round together, and tokens a round to reckon with. ValueError for what cannot be."""
-    asked_for = DEFAULTS | given
-    batch, nodes, context = (
-        numbers(key, list(map(str, asked_for[key])), 1, MOST) for key in ("batch", "nodes", "context")
-    )
-    routing, words = asked_for["routing"], asked_for["acceptance"]
-    if not set(nodes) <= set(NODE_BUCKETS):
-        raise ValueError(f"nodes takes some of {listed(NODE_BUCKETS)}, found {listed(nodes)}.")
-    if not set(routing) <= set(KINDS):
-        raise ValueError(f"routing takes some of {listed(KINDS)}, found {listed(routing)}.")
+def chosen(given: dict[str, list[str]], block: int) -> tuple[list[Cell], float]:
+    """Cells, those of one compiled round together, and tokens a round to reckon with. Says which cells are too large.
+    ValueError for what cannot be. `block`: the drafter's slots, so many tokens a round can give."""
+    words = {key: list(map(str, values)) for key, values in DEFAULTS.items()} | given
+    batch, context = (numbers(key, words[key], *limits) for key, limits in LIMITS.items())
+    nodes = list(map(int, some_of("nodes", words["nodes"], NODE_BUCKETS)))
+    routing = some_of("routing", words["routing"], KINDS)
+    most = min(block, max(nodes))
     try:
-        (acceptance,) = map(float, words)
+        (acceptance,) = map(float, given.get("acceptance", [min(DEFAULTS["acceptance"][0], most)]))
     except ValueError:
-        raise ValueError(f"acceptance is one number, tokens a round, found {listed(words)}.") from None
+        acceptance = 0.0
+    if not 1 <= acceptance <= most:
+        found = ", ".join(words["acceptance"]) or "none"
+        raise ValueError(f"acceptance is one number from 1 to {most}, tokens a round, found {found}.")
+    large = [f"{b} x {c:,}" for b, c in product(batch, context) if b * c > MOST]
     cells = [Cell(*values) for values in product(batch, nodes, context, routing) if values[0] * values[2] <= MOST]
     if not cells:
         raise ValueError(f"bench step holds {MOST:,} tokens, no batch x context is that small: lower one of them.")
+    if large:
+        say(f"left out, as bench step holds {MOST:,} tokens: batch x context of {', '.join(large)}")
     return cells, acceptance
-
-
-def listed(values: Sequence[Any]) -> str:
-    return ", ".join(map(str, values))
 
 
 def geometry() -> tuple[Config, Model]:
@@ -155,7 +156,8 @@ def get_ready(rank: Rank, shapes: set[Shape]) -> None:
 def measure_cell(cell: Cell, rank: Rank, shape: Shape, pages: Tensor, card: Rates) -> dict[str, Any]:
     """Microseconds of the round and its parts, megabytes and floors of each."""
     m = rank.model.target
-    set_router_bias(rank.params, router_bias(chances(cell.routing, m.E, m.K), INIT * sqrt(m.D)))
+    chance = chances(cell.routing, m.E, m.K)
+    set_router_bias(rank.params, router_bias(chance, INIT * sqrt(m.D)))
     seat_all(rank.state, cell.batch, cell.context, cell.nodes, pages)
     hits = experts_hit(rank, shape)
     replay = rank.rounds.call(shape, rank.params, rank.pool, rank.state)
@@ -173,8 +175,8 @@ def measure_cell(cell: Cell, rank: Rank, shape: Shape, pages: Tensor, card: Rate
     work = round_work(rank.model, shape, cell.context, hits)
     floors = {part: work[part].floor(card) for part in PARTS}
     floor = sum(floors.values())
-    found = {"experts": hits, "us": seconds * 1e6, "floor us": floor * 1e6, "over floor": seconds / floor}
-    found["idle us"] = idle * 1e6
+    found = {"experts": hits, "expected": expected_hits(chance, cell.batch * cell.nodes)}
+    found |= {"us": seconds * 1e6, "floor us": floor * 1e6, "over floor": seconds / floor, "idle us": idle * 1e6}
     for part in PARTS:
         found[f"{part} us"] = share[part] * seconds * 1e6
         found[f"{part} floor us"] = floors[part] * 1e6
@@ -212,7 +214,8 @@ def each_line(found: Iterator[dict[str, Any]], write: Callable[[str], object]) -
         named = Cell(cell["batch"], cell["nodes"], cell["context"], cell["routing"])
         say(
             f"{named}: {cell['us'] / 1e3:.2f} ms, {cell['over floor']:.2f}x the floor, {cell['tokens/s']:.0f} "
-            f"tokens/s, {cell['experts']:.1f} experts a layer, {cell['idle us']:.1f} us idle between rounds"
+            f"tokens/s, {cell['experts']:.1f} experts a layer ({cell['expected']:.1f} expected), {cell['idle us']:.1f} "
+            "us idle between rounds"
         )
         yield cell
 
@@ -222,8 +225,9 @@ def run(overrides: Sequence[str]) -> int:
     """Takes `batch=[1] nodes=[16,64] context=[5500] routing=[uniform]`, `acceptance=4` tokens a round for tokens/s,
     and `folder=` for step.jsonl, a line a cell as it comes, and step.json and step.svg at the end."""
     given, folder = asked("step", list(DEFAULTS), overrides)
-    cells, acceptance = chosen(given)
     config, model = geometry()
+    assert model.drafter
+    cells, acceptance = chosen(given, model.drafter.block)
     check_fits(device_bytes(model, room_for(cells)), torch.cuda.mem_get_info()[0])
     device = torch.device("cuda")
     load_kernels(device)
@@ -233,7 +237,8 @@ def run(overrides: Sequence[str]) -> int:
         lines.write(json.dumps(result(card, []) | {"acceptance": acceptance}) + "\n")
         found = list(each_line(measure(cells, config, model, card, acceptance, device), lines.write))
     whole = result(card, found) | {"acceptance": acceptance}
-    heads = ["batch", "nodes", "context", "routing", "experts", "us", "floor us", "over floor", "idle us", "tokens/s"]
+    heads = ["batch", "nodes", "context", "routing", "experts", "expected"]
+    heads += ["us", "floor us", "over floor", "idle us", "tokens/s"]
     heads += [f"{part} us" for part in PARTS]
     note = f"one of {RANKS} ranks without its sums over the ranks, {acceptance:g} tokens a round where it drafts"
     report("step", whole, heads, picture(found), folder, note)

@@ -17,7 +17,7 @@ def mix_experts(
     squares: Tensor,  # [T, pieces] f32, their sum is that of x's squares
     norm: Tensor,  # [D]
     valid: Tensor,  # [T] bool; padding loads no expert
-    counters: Tensor,  # [4 + T * (E + K)] i32 zero
+    counters: Tensor,  # i32 zero, `counters_of` them
     axis: Axis | None,
 ) -> Tensor:
     """x plus the weighted sum of the K routed experts plus the shared one, [T, D].

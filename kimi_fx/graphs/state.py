@@ -130,7 +130,7 @@ class Context:
     schedule: Tensor  # i32, from `mla_schedule`
     cos: Tensor  # [T, R] f32, from `pair_angles`
     sin: Tensor
-    counters: Tensor  # [4 + T * (E + K)] i32 zero: blocks of a launch tell each other there and leave it so
+    counters: Tensor  # i32 zero, `counters_of` them: blocks of a launch tell each other there and leave it so
 
 
 def empty_pool(m: Model, pages: int, dtype: torch.dtype, device: torch.device) -> KVPool:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..config import TargetModel
 from ..ops import Ops
+from ..ops.norm_route import counters_of
 from .axis import Axis
 from .layers import add_linear, angles, embed, pair_angles
 from .mla import attend
@@ -31,7 +32,7 @@ def forward(
     the tapped layers [B, N, taps * D] in the order they are named."""
     cos, sin = pair_angles(*angles(positions, p.inv_freq, m.rope.amplitude))
     schedule = ops.mla_schedule(length, tokens.shape[1], p.layers[0].attention.q_b.shape[0])
-    counters = torch.zeros(4 + min(tokens.numel(), 128) * (m.E + m.K), dtype=torch.int32, device=tokens.device)
+    counters = torch.zeros(counters_of(tokens.numel(), m.E, m.K), dtype=torch.int32, device=tokens.device)
     context = Context(page_table, length, ancestors, schedule, cos.flatten(0, 2), sin.flatten(0, 2), counters)
     x = embed(tokens, p.embed, p.rank, axis).flatten(0, 1)
     rows, tapped = [], {}

@@ -16,6 +16,11 @@ from .shapes import Given, agree, require
 Routed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+def counters_of(tokens: int, experts: int, k: int) -> int:
+    """How many counters the kernels of a pass need; the reference counts in none."""
+    return 4 + min(tokens, ROWS) * (experts + k)
+
+
 def check(
     x: Tensor,
     squares: Tensor,
@@ -39,14 +44,14 @@ def check(
     }
     sizes = agree("norm_route", wanted)
     require("norm_route", 1 <= k <= sizes["E"], f"1 to {sizes['E']} experts a token", k)
-    least = 4 + min(sizes["T"], ROWS) * (sizes["E"] + k)
+    least = counters_of(sizes["T"], sizes["E"], k)
     require("norm_route", sizes["counters"] >= least, f"{least} counters or more", sizes["counters"])
 
 
 def reference(
     x: Tensor,  # [T, D]
     squares: Tensor,  # [T, pieces] f32 that add up to the sum of x's squares, from `v_up_o`
-    counters: Tensor,  # [4 + T * (E + k)] i32 zero, and left so: the kernel's blocks tell each other there
+    counters: Tensor,  # [counters_of(T, E, k)] i32 zero, and left so: the kernel's blocks tell each other there
     norm: Tensor,  # [D]
     router: Tensor,  # [E, D]
     bias: Tensor,  # [E] f32

@@ -59,7 +59,7 @@ def build_all(rounds: Rounds, params: Params) -> None:
     """Build what is cold, saying how far it is and how long the rest takes."""
     cold, total = rounds.cold(), len(rounds.buckets)
     rounds.say(rounds.lack(cold) if cold else f"all {total} compiled steps are in {rounds.store.folder}")
-    at_once = min(len(cold), os.cpu_count() or 1, MOST) if rounds.graphs and rounds.ranks is None else 1
+    at_once = min(len(cold), os.cpu_count() or 1, MOST) if params.target.embed.is_cuda and rounds.ranks is None else 1
     built = in_parallel(rounds, params, cold, at_once) if at_once > 1 else one_by_one(rounds, params, cold)
     with closing(built):
         for done, (bucket, entry) in enumerate(built, 1):

@@ -7,6 +7,7 @@ for them; it is built from shapes alone. Its file lies among the kernels of the 
 The one file that knows these packages, and only what asks for engines imports them.
 """
 
+import logging
 import sys
 import tempfile
 import warnings
@@ -66,22 +67,25 @@ def check_backend(config: Config, device: torch.device, compiled: bool) -> None:
     elif config.mesh.tp > 1:
         why = f"serves one rank and mesh.tp is {config.mesh.tp}"
     elif not compiled:
-        why = "is part of compiled rounds and run.compile is off"
+        why = "is part of compiled rounds and none are in use"
     if why:
         raise ValueError(f"drafter.backend=tensorrt {why}: leave it out, or change that.")
-    packages()
 
 
 def packages() -> tuple[Any, Any]:
     """torch_tensorrt and the TensorRT that it found. Raises ValueError where there is none."""
     try:
+        for logger in ("torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]"):
+            logging.getLogger(logger).setLevel(logging.ERROR)  # it tells of other packages and of default streams
         # The bindings of its plug-in folder are missing in some releases: as if it were not there.
         sys.modules.setdefault("tensorrt.plugin", None)  # type: ignore[arg-type]
-        import torch_tensorrt
-        import torch_tensorrt.dynamo
+        with warnings.catch_warnings(action="ignore"):  # it would also redirect all later ones
+            import torch_tensorrt
+            import torch_tensorrt.dynamo
     except Exception as error:  # of a bare kind without its libraries
+        why = (str(error) or repr(error)).splitlines()[0]
         raise ValueError(
-            f"drafter.backend=tensorrt, but torch_tensorrt cannot be imported ({str(error).splitlines()[0]}): "
+            f"drafter.backend=tensorrt, but torch_tensorrt cannot be imported ({why}): "
             "pip install 'kimi-fx[tensorrt]', or leave it out."
         ) from error
     return torch_tensorrt, sys.modules["tensorrt"]
@@ -204,13 +208,21 @@ def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Ten
 
 
 def load(file: Path, count: int) -> Engine:
-    """An engine that takes `count` inputs."""
+    """An engine that takes `count` inputs, and its kernels from beside it, or kept there."""
     torch_tensorrt, tensorrt = packages()
     runtime = tensorrt.Runtime(torch_tensorrt.logging.TRT_LOGGER)
     engine = runtime.deserialize_cuda_engine(file.read_bytes())
-    context = engine and engine.create_execution_context()
-    if not context:
+    if engine is None:
         raise RuntimeError(f"TensorRT cannot load {file}: delete it to have it built again.")
+    settings, compiled = engine.create_runtime_config(), file.with_suffix(".jit")
+    if jit := hasattr(settings, "create_runtime_cache"):  # the variant for RTX compiles kernels here
+        cache = settings.create_runtime_cache()
+        if compiled.exists():
+            cache.deserialize(compiled.read_bytes())
+        settings.set_runtime_cache(cache)
+    context = engine.create_execution_context(settings)
+    if jit and not compiled.exists():
+        write(compiled, bytes(cache.serialize()))
     names = tuple(engine.get_tensor_name(i) for i in range(engine.num_io_tensors))
     shapes = tuple(tuple(engine.get_tensor_shape(name)) for name in names[count:])
-    return Engine(context, names, shapes, (runtime, engine))
+    return Engine(context, names, shapes, (runtime, engine, settings))
