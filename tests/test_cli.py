@@ -1,4 +1,7 @@
-"""The command line: results on stdout, all else on stderr, exit codes, and no traceback for a user's mistake."""
+"""The command line: results on stdout, all else on stderr, exit codes, and no traceback for a user's mistake.
+
+Long because every kind of mistake is made once: words, files of prompts, their lines, paths, signals.
+"""
 
 import json
 import os

@@ -26,8 +26,7 @@ USUAL = [
     "limit=12",
     "sampling.max_tokens=128",
 ]
-SAMPLING = dict.fromkeys((key for key in KEYS if key.startswith("sampling.")), "its texts are greedy")
-del SAMPLING["sampling.max_tokens"]
+SAMPLING = {key: "its texts are greedy" for key in KEYS if key.startswith("sampling.") and key != "sampling.max_tokens"}
 Way = Callable[[list[int]], list[int]]
 
 
