@@ -8,17 +8,17 @@ Importing it loads neither torch nor a model; the names below do so when first u
 
 from typing import TYPE_CHECKING, Any
 
-from .config import SamplingParams
-
 if TYPE_CHECKING:
     from .api import generate
     from .compose import ConfigError, load_config
+    from .config import SamplingParams
     from .engine import Engine
 
 __all__ = ["ConfigError", "Engine", "SamplingParams", "generate", "load_config"]
 __version__ = "0.1.0"
 
-_HOMES = {"generate": "api", "Engine": "engine", "load_config": "compose", "ConfigError": "compose"}
+_HOMES = {"generate": "api", "Engine": "engine", "SamplingParams": "config"}
+_HOMES |= {"load_config": "compose", "ConfigError": "compose"}
 
 
 def __getattr__(name: str) -> Any:

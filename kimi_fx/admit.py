@@ -68,30 +68,27 @@ def token_limit(
     prompt: Sequence[int], p: SamplingParams, model: Model, max_len: int, pages: int, stops: tuple[int, ...]
 ) -> int:
     """Ids the request may emit. Raises ValueError if it can never run as asked."""
-    V, room = model.target.V, max_len - len(prompt)
+    V = model.target.V
+    held, holder = min((max_len, "the context"), (pages * PAGE, "the pool (cache.tokens)"))
+    room = held - len(prompt)
     if not len(prompt):
         raise ValueError("The prompt is empty: give at least one token.")
     outside = [t for t in prompt if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < V]
     if outside:
         raise ValueError(f"The prompt holds {outside[0]!r}, which is no token id: ids are 0 to {V - 1}.")
     if room < 1:
-        raise ValueError(f"The prompt has {len(prompt)} tokens and the context holds {max_len}: shorten the prompt.")
+        raise ValueError(f"The prompt has {len(prompt)} tokens and {holder} holds {held}: shorten the prompt.")
     if p.limit is not None and p.limit > room:
         raise ValueError(
-            f"max_tokens={p.limit} after a prompt of {len(prompt)} tokens is more than the context of {max_len}: "
+            f"max_tokens={p.limit} after a prompt of {len(prompt)} tokens is more than {holder} of {held}: "
             f"at most {room} fit."
         )
     limit = min(MAX_TOKENS, room) if p.limit is None else p.limit
     if p.least > limit:
         raise ValueError(f"min_tokens={p.least} is more than the {limit} tokens that fit or are asked for.")
-    if -(-(len(prompt) + limit) // PAGE) > pages:
-        raise ValueError(
-            f"A prompt of {len(prompt)} tokens with max_tokens={limit} needs more than the pool's {pages * PAGE} "
-            f"tokens: raise cache.tokens or ask for less."
-        )
     if len(stops) > STOP_SLOTS:
         raise ValueError(f"{len(stops)} stop ids were asked for, the model's own included: at most {STOP_SLOTS}.")
-    strange = [t for t in (*p.stop_token_ids, *(p.logit_bias or {})) if not 0 <= t < V]
-    if strange:
-        raise ValueError(f"stop_token_ids or logit_bias names id {strange[0]}: ids are 0 to {V - 1}.")
+    for field, ids in (("stop_token_ids", p.stop_token_ids), ("logit_bias", p.logit_bias or {})):
+        if strange := [t for t in ids if not 0 <= t < V]:
+            raise ValueError(f"{field} names id {strange[0]}: ids are 0 to {V - 1}.")
     return limit

@@ -4,7 +4,7 @@ What a user wrote (content, name, reasoning) is always text, also where it looks
 and images are refused. Parsing the model's answer is not done here.
 """
 
-import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from . import strict_json
+from .checkpoint.files import read_text
 from .rules import nearest
 from .tokenizer import Tokenizer, settings
 
@@ -39,10 +41,11 @@ def render_chat(
 
 
 def load_template(folder: Path) -> str | None:
-    """The folder's `chat_template.jinja`, else `chat_template` in its tokenizer_config.json, else None."""
+    """The folder's `chat_template.jinja`, else `chat_template` in its tokenizer_config.json, else None. ValueError for
+    a file that cannot be read as UTF-8."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    if os.path.lexists(path):
+        return read_text(path)
     template = settings(folder / "tokenizer_config.json").get("chat_template")
     return template if isinstance(template, str) else None
 
@@ -50,9 +53,9 @@ def load_template(folder: Path) -> str | None:
 def parse_messages(text: str) -> list[dict[str, str]]:
     """Messages from JSON text, checked."""
     try:
-        messages = json.loads(text)
+        messages = strict_json.loads(text)
     except ValueError as error:
-        raise ValueError(f"messages are not valid JSON: {error}") from None
+        raise ValueError(f"messages: {error}") from None
     return check_messages(messages)
 
 

@@ -1,19 +1,22 @@
 """The command line: `kimi-fx <command> key=value …`. Results on stdout, everything else on stderr.
 
-Exit codes: 0 success, 1 something failed while running, 2 the request was wrong, 130 interrupted.
+Exit codes: 0 success, 1 something failed while running, 2 the request was wrong; 130 interrupted and 143 terminated
+are `__main__`'s.
 """
 
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from . import __version__
+from .bench import BENCHES
 from .config import environment
 from .results import Delta
 from .rules import nearest
 
-USAGE = """usage: kimi-fx <command> [key=value …]
+USAGE = f"""usage: kimi-fx <command> [key=value …]
 
   generate   prompt="…" | prompts=FILE | ids=[…] | messages='[…]'   text as it comes, or output=json
   validate   the same prompts: speculation against plain decoding, reference against kernels
@@ -21,7 +24,7 @@ USAGE = """usage: kimi-fx <command> [key=value …]
   doctor     the same keys as generate   check machine, checkpoint, memory and links before a load; memory=GB: plan only
   warmup     compile every step of a configuration into the artefact store, ahead of use
   config     print every key with its value, type and origin
-  bench      demo | acceptance | cpu | layer | mla | moe | step | sums   each says its own keys if given another
+  bench      {" | ".join(BENCHES)}   each says its own keys if given another
   build      [arch=sm_80,sm_90a,sm_120]   compile the CUDA kernels
 
 Keys are those `kimi-fx config` prints: groups are chosen by name or path (target=kimi_nano, step=chain), single
@@ -31,6 +34,8 @@ keys by dots (sampling.temperature=0, step.budget=15).
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a text may have what a terminal's encoding has not
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (closed by the caller: nothing to say it to)
     if not args or args[0] in ("-h", "--help", "help") or "--help" in args:
         print(USAGE, end="")
@@ -48,9 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"kimi-fx: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("kimi-fx: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nothing more to say
         return 1
@@ -75,21 +77,22 @@ def follow(name: str, overrides: Sequence[str]) -> int:
 
 
 def generate(overrides: Sequence[str]) -> int:
-    from .compose import load_config
+    from .compose import check_used, load_config
     from .engine import Engine
-    from .inputs import read_prompts
+    from .inputs import check_each, read_prompts
 
+    check_used("generate", overrides, {"budgets": "step.budget is that of a request"})
     config = load_config(overrides)
     read = read_prompts(config)
-    prompts, fields = [p for p, _ in read], [f for _, f in read]
+    prompts, fields = [p.value for p in read], [p.fields for p in read]
     if config.output == "text" and any(f.get("logprobs", config.sampling.logprobs) is not None for f in fields):
         raise ValueError("sampling.logprobs is printed with output=json only: add it, or leave logprobs out.")
-    engine = Engine.open(config, check=lambda engine: engine.check(prompts, fields))
+    engine = Engine.open(config, check=lambda engine: check_each(read, engine.check))
     print(engine.settings(), file=sys.stderr)
     if config.output == "json":
         results = engine.generate(prompts, fields)
         for place, result in enumerate(results):
-            print(json.dumps({"prompt": place} | result.to_dict(), ensure_ascii=False), flush=True)
+            print(json.dumps({"prompt": place} | result.to_dict()), flush=True)
         return int(any(c.finish_reason == "error" for r in results for c in r.outputs))
     lone = len(prompts) == 1 and fields[0].get("n", config.sampling.n) == 1
     return print_stream(engine.generate(prompts, fields, stream=True), lone)
@@ -124,8 +127,10 @@ def summary(delta: Delta) -> str:
         line += f" of {s.budget}"
     if s.drafted:
         line += f", acceptance length {s.acceptance_length:.2f} (tokens a verify step, bonus included)"
+    if s.undrafted:
+        line += f", nothing drafted in {s.undrafted} of {s.steps} steps: the drafter's logits were not finite"
     if s.gave_up:
-        line += f", no drafts after step {s.gave_up}: none were accepted"
+        line += f", no drafts after step {s.gave_up}: none was accepted"
     return line + "]"
 
 
@@ -139,13 +144,11 @@ def inspect(overrides: Sequence[str]) -> int:
     from .checkpoint.configs import read_target
     from .checkpoint.report import inspect
     from .compose import load_config
-    from .config import package_path
-    from .runtime.load import read_text, target_folder
+    from .runtime.load import drafter_folder, read_text, target_folder
 
     config = load_config(overrides)
     target, d = target_folder(config), config.drafter
-    drafter = package_path(d.path) if d.path else None
-    print(inspect(target, drafter, config.target.lora_norm_eps, d.window, d.rope_amplitude))
+    print(inspect(target, drafter_folder(config), config.target.lora_norm_eps, d.window, d.rope_amplitude))
     print(f"\n{read_text(target, read_target(target, None).V).describe()}")
     return 0
 

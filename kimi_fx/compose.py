@@ -6,6 +6,7 @@ no key is added, and all that is wrong is raised at once. Looks at no checkpoint
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
@@ -56,6 +57,14 @@ def load_config(overrides: Sequence[str]) -> Config:
     return Config(**values)
 
 
+def check_used(command: str, overrides: Sequence[str], unused: Mapping[str, str]) -> None:
+    """Raise ConfigError for each key that a command has no use for; `unused` has what to do instead."""
+    given = [(word.partition("=")[0], word) for word in overrides]
+    lines = [f"{clip(word)}: {command} makes no use of it, {unused[key]}" for key, word in given if key in unused]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
 def resolve(overrides: Sequence[str]) -> list[Setting]:
     """Every key with its value, type and origin, in the order of the dataclasses. Raises ConfigError."""
     if isinstance(overrides, str) or not isinstance(overrides, Sequence):
@@ -66,7 +75,7 @@ def resolve(overrides: Sequence[str]) -> list[Setting]:
     chosen = [entry for group, name in choices.items() for entry in preset(group, name, problems)]
     for key, value, origin, shown in [*chosen, *dotted]:
         if key not in KEYS:
-            problems.append(unknown_key(key, shown))
+            problems.append(unknown_key(key, value, shown))
         elif line := problem(key, value, shown):
             problems.append(line)
         else:
@@ -150,7 +159,7 @@ def preset(group: str, name: str, problems: list[str]) -> Iterator[Entry]:
         origin = f"conf/{group}/{name}.yaml"
         for key, value in read_yaml(file).items():
             yield Entry(f"{group}.{key}", value, origin, f"{origin}: {group}.{key}={value}")
-    elif takes_folder and name and (name[0] in "~." or "/" in name or Path(name).is_dir()):
+    elif takes_folder and name and (name[0] in "~." or "/" in name or os.path.isdir(name)):
         yield Entry(f"{group}.path", name, COMMAND_LINE, f"{group}={clip(name)}")
     else:
         choice = ", ".join(options) + (" or a checkpoint folder" if takes_folder else "")
@@ -166,7 +175,7 @@ def parse(text: str, hint: Any) -> Any:
         return text
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except (YAMLError, OmegaConfBaseException, ValueError):  # as it stands, for its type to be judged
+    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError):  # as it stands, for its type to be judged
         return text
     return parsed["value"]
 
@@ -197,11 +206,12 @@ def members(group: str, settings: Iterable[Setting]) -> dict[str, Any]:
     return {s.key.removeprefix(prefix): s.value for s in settings if s.key.startswith(prefix)}
 
 
-def unknown_key(key: str, shown: str) -> str:
+def unknown_key(key: str, value: Any, shown: str) -> str:
     """A line about a key that does not exist; a bare field name suggests its full key."""
     inside = [known for known in KEYS if known.startswith(f"{key}.")]
     if inside:
-        return f"{shown}: {key} is a group of keys, such as {inside[0]}"
+        one = f"{inside[0]}={show(attrgetter(inside[0])(Config()))}"
+        return f"{key} is a group of keys and takes no value such as {clip(repr(value))}: set its keys, such as {one}"
     by_name = {known.rpartition(".")[2]: known for known in KEYS} | {known: known for known in KEYS}
     near = nearest(key, by_name)
     return f"{shown}: no such key" + (f"; did you mean {by_name[near]}?" if near else "")

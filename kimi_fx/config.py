@@ -9,7 +9,7 @@ is here. It does not compose YAML (see `compose.py`), does not look at devices, 
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -61,7 +61,7 @@ class Step:
     budget: int | None = None
     """Nodes drafted a round, root excluded; null: 15 for a tree, block - 1 for a chain."""
     block: int | None = None
-    """Slots of the drafter's block, anchor included (1: no drafts); null: as trained; never more than trained."""
+    """Slots of the drafter's block, the last accepted token included (1: no drafts); null: as trained, the most."""
     give_up: int | None = 128
     """After this many steps in a row without an accepted draft a request goes on plainly; null: never."""
 
@@ -75,7 +75,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
-    """Ids emitted at most; null: 256, or what the context still holds; 0: none."""
+    """Ids emitted at most; null: 256, or what context and pool still hold; 0: none."""
     max_new_tokens: int | None = None
     """Another name of max_tokens."""
     max_completion_tokens: int | None = None
@@ -85,7 +85,7 @@ class SamplingParams:
     min_new_tokens: int | None = None
     """Another name of min_tokens."""
     temperature: float | None = None
-    """0 is greedy; null: the checkpoint's generation_config, else 1.0."""
+    """0 is greedy; null: the checkpoint's generation_config (0 where do_sample is false), else 1.0."""
     top_p: float | None = None
     """Smallest set of tokens with this mass; null: generation_config, else 1."""
     top_k: int | None = None
@@ -191,7 +191,7 @@ class Mesh:
     timeout: float = 10.0
     """Seconds a step may take, compiling apart, before the ranks are ended, as one of them must hang."""
     near: bool | None = None
-    """Sum small arrays by stores into each other's memory; null: where NVLink joins all devices of one machine."""
+    """Sum small arrays by stores into each other's memory; null: if NVLink joins all devices of one machine."""
     check: bool = False
     """Compare tree, draws and accepted paths of all ranks after every round, and stop at the first difference."""
 
@@ -320,9 +320,18 @@ class DrafterModel:
 
 
 def package_path(path: str) -> Path:
-    """A folder as the user wrote it, or inside the package for `kimi_fx:…`."""
+    """A file or folder as the user wrote it, there or not, or inside the package for `kimi_fx:…`.
+
+    ValueError for what cannot be one: a name too long, no such user's home, a folder that may not be entered.
+    """
     root = Path(__file__).parent
-    return root / path.removeprefix("kimi_fx:") if path.startswith("kimi_fx:") else Path(path).expanduser()
+    try:
+        found = root / path.removeprefix("kimi_fx:") if path.startswith("kimi_fx:") else Path(path).expanduser()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found.stat()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"no usable path: {getattr(error, 'strerror', None) or error}") from None
+    return found
 
 
 def environment(name: str) -> str | None:
@@ -389,6 +398,7 @@ LIMITS = {  # for a list or map: each number in it
     "limit": Range(1),
     "budgets": Range(0, MAX_BUDGET),
 }
+PATHS = ("target.path", "drafter.path", "run.trace", "prompts")
 REFUSED = ("sampling.grammar", "sampling.prompt_logprobs", "sampling.tools")
 LIMIT_NAMES = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 SYNONYMS = (LIMIT_NAMES, ("min_tokens", "min_new_tokens"), ("include_stop_str_in_output", "no_stop_trim"))
@@ -420,6 +430,11 @@ def problem(key: str, value: Any, shown: str | None = None) -> str | None:
         cast(value, KEYS[key], LIMITS.get(key))
     except ValueError:
         return f"{shown}: wanted {wanted(key)}"
+    if key in PATHS and value:
+        try:
+            package_path(value)
+        except ValueError as error:
+            return f"{shown}: {error}"
     return None
 
 

@@ -2,7 +2,8 @@
 
 A section each: devices and kernels, checkpoint, tokenizer, memory of a rank, compiled steps, links between the ranks.
 A section that finds something wrong says so in one message and the others go on as far as they can. With `memory=139`
-the plan is for CUDA devices of that many GB, wherever the command runs, and the machine is left alone.
+the plan is for CUDA devices of that many GB, wherever the command runs, and the machine is left alone; a preset without
+a folder then stands for the geometry it ships, so that nothing has to be there yet.
 """
 
 import gc
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from pathlib import Path
 from textwrap import fill, indent
 
 import torch
@@ -21,17 +23,18 @@ from .admit import longest, plan
 from .checkpoint.configs import read_target
 from .checkpoint.report import inspect
 from .checkpoint.shards import check_divides
-from .compose import load_config
-from .config import Config, package_path
+from .compose import conf_folder, load_config
+from .config import Config
 from .graphs.state import Model, Shape
 from .runtime.buckets import buckets, name, tokens
-from .runtime.build import check_driver, find_nvcc, library_for, own_arch
+from .runtime.build import compiler, library_for, own_arch
 from .runtime.links import measure
 from .runtime.load import (
     Loaded,
     Text,
+    drafter_folder,
     far_apart,
-    pick_device,
+    named_device,
     pick_dtype,
     rank_device,
     read_model,
@@ -42,7 +45,6 @@ from .runtime.load import (
 from .runtime.memory import Ask, available, check_memory, gb, memory, table
 from .runtime.ranks import Place, own_place
 from .runtime.rounds import Rounds, wanted
-from .runtime.tensorrt import check_backend
 
 PLANNED = "memory="
 PATIENCE = 10  # seconds for nvidia-smi
@@ -56,6 +58,7 @@ class Case:
     place: Place
     device: torch.device
     planned: float | None
+    absent: bool = False  # no target's files: its geometry alone is known
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,20 +73,25 @@ class Case:
 
 
 def command(overrides: Sequence[str]) -> int:
-    """Sections on stdout, what is wrong on stderr: 0 if nothing is, 2 for what cannot be met, 1 for what failed."""
+    """Sections on stdout, on stderr which are not good: 0 if all are, 2 for what cannot be met, 1 for what failed."""
     case = case_of(overrides)
     said: set[str] = set()
     gc.disable()  # looking for cycles among the names of a large checkpoint takes longer than to read them
     try:
-        return max(run(title, section, case, said) for title, section in SECTIONS.items())
+        codes = {title: run(title, section, case, said) for title, section in SECTIONS.items()}
     finally:
         gc.enable()
+    if bad := [title for title, code in codes.items() if code]:
+        print(f"kimi-fx: not good: {', '.join(bad)}", file=sys.stderr)
+    return max(codes.values())
 
 
 def case_of(overrides: Sequence[str]) -> Case:
     """Raises ValueError for settings that are wrong, and for a device or ranks that are not here."""
     words = [word for word in overrides if word.startswith(PLANNED)]
-    config = load_config([word for word in overrides if word not in words])
+    overrides = [word for word in overrides if word not in words]
+    shipped = geometries(overrides) if words else {}
+    config = load_config([*overrides, *(f"{group}.path={folder}" for group, folder in shipped.items())])
     if words:
         try:
             planned = 1e9 * float(words[-1].removeprefix(PLANNED))
@@ -91,11 +99,22 @@ def case_of(overrides: Sequence[str]) -> Case:
             planned = -1.0
         if not 0 < planned < float("inf"):
             raise ValueError(f"{words[-1]}: wanted the GB of a device's memory, such as memory=139.")
-        return Case(config, Place(0, config.mesh.tp, 0), torch.device("cuda"), planned)
+        if config.device != "auto" and named_device(config.device).type == "cpu":
+            raise ValueError(f"{words[-1]} plans for CUDA devices and device=cpu asks for none: leave one of them out.")
+        place = Place(0, config.mesh.tp, 0)
+        config = settled(config, place, planned=True)
+        return Case(config, place, torch.device("cuda"), planned, "target" in shipped)
     place = own_place(config)
     config = settled(config, place)
-    device = pick_device(config.device)
-    return Case(config, place, device if place.size == 1 else rank_device(config.device, device, place), None)
+    return Case(config, place, rank_device(config.device, place), None)
+
+
+def geometries(overrides: Sequence[str]) -> dict[str, Path]:
+    """Folders of config files that ship with the chosen presets, where no checkpoint is named."""
+    chosen = dict(word.split("=", 1) for word in overrides if "=" in word)
+    presets = {file.parent for file in conf_folder().glob("*/*/config.json")}
+    folders = {group: conf_folder() / group / chosen.get(group, "") for group in ("target", "drafter")}
+    return {g: folder for g, folder in folders.items() if folder in presets and f"{g}.path" not in chosen}
 
 
 def shares_links(overrides: Sequence[str]) -> bool:
@@ -109,9 +128,8 @@ def run(title: str, section: Callable[[Case], str | None], case: Case, said: set
         text = section(case)
     except (ValueError, RuntimeError, OSError) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        print(f"{title}: {'not looked at, as above' if str(error) in said else 'NOT GOOD'}\n", flush=True)
-        if str(error) not in said:
-            print(f"kimi-fx: {kind}{error}", file=sys.stderr, flush=True)
+        why = "not looked at, as above" if str(error) in said else f"NOT GOOD\n{indent(f'{kind}{error}', '  ')}"
+        print(f"{title}: {why}\n", flush=True)
         said.add(str(error))
         return 2 if isinstance(error, ValueError) else 1
     if text:
@@ -123,12 +141,14 @@ def devices(case: Case) -> str:
     """What is here, which kernels it takes and whether they are compiled."""
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, Python {platform.python_version()}"
     if case.planned:
-        return f"planned for {case.place.size} CUDA devices of {gb(case.planned)}, none is looked at\n  {versions}"
+        all_ranks = f"{case.place.size} CUDA device{'s' * (case.place.size > 1)}"
+        return f"planned for {all_ranks} of {gb(case.planned)}, none is looked at\n  {versions}"
     if case.device.type == "cpu":
         count = torch.get_num_threads()
         return f"the CPU, {count} thread{'s' * (count > 1)}; operators run as their PyTorch references\n  {versions}"
-    lines = [f"{torch.cuda.device_count()} CUDA devices", f"  {versions}"]
-    for i in range(torch.cuda.device_count()):
+    count = torch.cuda.device_count()
+    lines = [f"{count} CUDA device{'s' * (count > 1)}", f"  {versions}"]
+    for i in range(count):
         free, total = torch.cuda.mem_get_info(i)
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(i))
         lines.append(f"  cuda:{i}  {torch.cuda.get_device_name(i)}, {arch}, {gb(free)} of {gb(total)} free")
@@ -151,13 +171,11 @@ def family(arch: str) -> str:
 
 
 def compiled(arch: str) -> str:
-    """Whether the library is there, or can be made. Raises ValueError without a compiler that fits the driver."""
+    """Whether the library is there, or can be made. Raises ValueError without a compiler that can."""
     library, *_ = library_for(arch)
     if library.exists():
         return f"compiled: {library}"
-    nvcc = find_nvcc()
-    check_driver(nvcc)
-    return f"not compiled yet: {nvcc} does it at the first load, or ahead kimi-fx build"
+    return f"not compiled yet: {compiler(arch)} does it at the first load, or ahead kimi-fx build"
 
 
 def topology(size: int) -> list[str]:
@@ -175,14 +193,18 @@ def topology(size: int) -> list[str]:
 
 def checkpoint(case: Case) -> str:
     """Every file, name, shape and dtype of target and drafter, as `kimi-fx inspect` has it."""
+    if case.absent:
+        return "none is named, the plan is of the geometry that ships with the preset"
     config, d = case.config, case.config.drafter
-    drafter = package_path(d.path) if d.path else None
-    text = inspect(target_folder(config), drafter, config.target.lora_norm_eps, d.window, d.rope_amplitude)
+    folders = target_folder(config), drafter_folder(config)
+    text = inspect(*folders, config.target.lora_norm_eps, d.window, d.rope_amplitude)
     return "good\n" + indent(text, "  ")
 
 
-def words(case: Case) -> str:
+def words(case: Case) -> str | None:
     """Tokenizer, stop ids, and the control ids of its text."""
+    if case.absent:
+        return None
     folder = target_folder(case.config)
     text = read_text(folder, read_target(folder, case.config.target.lora_norm_eps).V)
     lines = text.describe().removeprefix("tokenizer: ")
@@ -205,13 +227,11 @@ def rank_memory(case: Case) -> str:
 
 def steps(case: Case) -> str | None:
     """Which compiled steps the artefact store has, and why it lacks others."""
-    if case.planned:
-        return None
-    compiled = wanted(case.config, case.device, case.dtype)
-    check_backend(case.config, case.device, compiled)
-    if not compiled:
+    if not wanted(case.config, case.device, case.dtype):
         return "not compiled, every operator is called (run.compile)"
     ask, model = case.ask()
+    if case.planned:
+        return f"{len(buckets(case.config, model, ask.plan))} to compile, the artefact store is not looked at"
     loaded = Loaded(None, model, case.device, case.dtype, Text(None, None, (), {}))
     rounds = Rounds(case.config, loaded, ask.plan)
     cold = rounds.cold()

@@ -8,7 +8,8 @@ request's whole way, from its place in the queue to its last delta, is here.
 import secrets
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any, Self
@@ -35,13 +36,14 @@ from .runtime.pages import Pages, pages_for
 from .runtime.ranks import Ranks, own_place
 from .runtime.rounds import Rounds, wanted
 from .runtime.slots import move, seat, vacate
-from .runtime.tensorrt import check_backend
 from .runtime.trace import Trace
 from .text import TextStream
+from .turns import Stream, Taken, Turn, alone
 
 
 class Engine:
-    """One loaded model pair and the requests on it. Not thread-safe.
+    """One loaded model pair and the requests on it, for one thread at a time: a call is refused with RuntimeError while
+    another thread's is at work.
 
     `add` takes ids and returns the request's id; `step` advances everything once and returns what came.
     `generate` takes texts, ids or chats and does both.
@@ -52,7 +54,6 @@ class Engine:
         self.max_len = longest(config, self.model)
         self.plan = plan(config, self.model, config.step.mode, config.step.budget)
         compiled = wanted(config, loaded.device, loaded.dtype)
-        check_backend(config, loaded.device, compiled)
         self.rounds = Rounds(config, loaded, self.plan) if compiled else None
         way = "compiled" if self.rounds else "reference" if loaded.model.ops is REFERENCE else "kernels"
         self.backend = f"{loaded.device.type} {way}"
@@ -65,10 +66,11 @@ class Engine:
             self.pool = empty_pool(self.model, total, loaded.dtype, loaded.device)
             self.state = empty_state(batch, table, self.model.target.V, loaded.device)
         self.pages = Pages(total)
-        self.stepping = False
+        self.turn, self.stepping = Turn(), False
         self.waiting: deque[Request] = deque()
         self.seated: list[Request] = []  # slot i is row i of the state
         self.inbox: dict[int, deque[Delta]] = {}  # of requests whose deltas a `generate` collects
+        self.left: deque[int] = deque()  # those of them that nobody reads any more
         self.names = count()
         self.flights: deque[Flight] = deque()  # launched, not read
         self.lag = 1 if self.rounds and self.rounds.graphs else 0  # rounds that the host reads behind the device
@@ -120,6 +122,7 @@ class Engine:
             if self.rounds:
                 self.rounds.load_all(self.loaded.params, self.pool, self.state)
 
+    @alone
     def add(
         self,
         prompt: Sequence[int],
@@ -140,6 +143,7 @@ class Engine:
         self._queue([request])
         return request.id
 
+    @alone
     def step(self) -> list[Delta]:
         """Admit what fits, prefill one chunk of one request, decode one round of the others.
 
@@ -164,12 +168,14 @@ class Engine:
             self.stepping = False
             if self.ranks:
                 self.ranks.watch.done()
+            self._drop()
             self._dismiss()
             for delta in deltas:
                 if delta.request in self.inbox:
                     self.inbox[delta.request].append(delta)
         return deltas
 
+    @alone
     def cancel(self, request: int) -> None:
         """End a request now, free its memory, and tell its stream; one that is unknown or over is left alone."""
         for r in (*self.waiting, *self.seated):
@@ -194,6 +200,7 @@ class Engine:
         """Some request is waiting or running."""
         return bool(self.waiting or self.seated)
 
+    @alone
     def generate(
         self,
         prompts: Prompts = None,
@@ -215,7 +222,7 @@ class Engine:
         requests, single = self._requests(prompts, messages, sampling_params, fields, self._plan(mode, budget))
         deltas = self._collect(requests)
         if stream:
-            return deltas
+            return Stream(self.turn, deltas)
         results = results_of(requests, list(deltas))
         return results[0] if single else results
 
@@ -387,7 +394,7 @@ class Engine:
                 vacate(self.state, len(self.seated))
         self.flights = deque(f for f in self.flights if any(r.finish is None for _, r in f.rows))
 
-    def _collect(self, requests: list[Request]) -> Iterator[Delta]:
+    def _collect(self, requests: list[Request]) -> Generator[Delta, None, None]:
         inbox: deque[Delta] = deque()
         self.inbox.update({r.id: inbox for r in requests})
         self._queue(requests)
@@ -398,6 +405,13 @@ class Engine:
                 while inbox:
                     yield inbox.popleft()
         finally:
-            for r in requests:
-                self.inbox.pop(r.id, None)
-                self.cancel(r.id)
+            self.left.extend(r.id for r in requests)
+            with suppress(Taken), self.turn:  # another thread's step does it at its end
+                self._drop()
+
+    def _drop(self) -> None:
+        """End the requests that nobody reads any more."""
+        while self.left:
+            request = self.left.popleft()
+            self.inbox.pop(request, None)
+            self.cancel(request)

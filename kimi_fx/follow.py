@@ -1,6 +1,5 @@
 """A rank that follows: the engine of rank 0, step by step, on this rank's share of the weights. It says nothing."""
 
-import signal
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ def main(place: dict[str, Any]) -> int:
 
 def follow(place: Place) -> int:
     """Until rank 0 has no more steps: 0; 1 where any rank has failed."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, also inside a collective
     return follow_with(place, serve)
 
 

@@ -1,18 +1,28 @@
 """Prompts as the command line names them: `prompt=`, `ids=`, `messages=`, or a file."""
 
-import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from . import strict_json
 from .chat import check_messages, parse_messages
 from .compose import sampling_from
-from .config import Config, SamplingParams, package_path
+from .config import Config, SamplingParams, package_path, problem
 
 KINDS = ("prompt", "ids", "messages")
 
 
-def read_prompts(config: Config) -> list[tuple[Any, dict[str, Any]]]:
-    """Each prompt (a text, ids, or a chat) with the sampling fields of its line.
+class Prompt(NamedTuple):
+    """One prompt, with the sampling fields of its line."""
+
+    value: Any  # a text, ids, or a chat
+    fields: dict[str, Any]
+    where: str = ""  # file and line, if it stands in one
+
+
+def read_prompts(config: Config) -> list[Prompt]:
+    """All prompts asked for.
 
     Raises ValueError if none or several sources are named, or a file cannot be read.
     """
@@ -21,20 +31,40 @@ def read_prompts(config: Config) -> list[tuple[Any, dict[str, Any]]]:
         found = ", ".join(given) or "none"
         raise ValueError(f"Give one of prompt=, prompts=, ids= or messages=; found {found}.")
     ((name, value),) = given.items()
+    if config.limit is not None and name != "prompts":
+        raise ValueError(f"limit={config.limit} is of a file, and {name}= gives one prompt: leave it out.")
     if name == "prompts":
         return _read_file(package_path(value))[: config.limit]
-    return [(_value(name, value), {})]
+    return [Prompt(_value(name, value), {})]
 
 
-def _read_file(path: Path) -> list[tuple[Any, dict[str, Any]]]:
-    if not path.is_file():
-        raise ValueError(f"prompts={path}: {'not a file' if path.exists() else 'there is no such file'}.")
-    if path.suffix == ".safetensors":
-        return [(row, {}) for row in _matrix(path)]
+def check_each(prompts: Sequence[Prompt], check: Callable[[Any, Any], object]) -> None:
+    """Call `check` with each prompt and its fields; a ValueError then says where the prompt stands."""
+    for prompt in prompts:
+        with standing(prompt.where):
+            check([prompt.value], [prompt.fields])
+
+
+@contextmanager
+def standing(where: str) -> Iterator[None]:
+    """A ValueError in here begins with the place it is about."""
     try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}" if where else str(error)) from None
+
+
+def _read_file(path: Path) -> list[Prompt]:
+    try:
+        if not path.is_file():
+            raise ValueError(f"prompts={path}: {'not a file' if path.exists() else 'there is no such file'}.")
+        if path.suffix == ".safetensors":
+            return [Prompt(row, {}, f"{path}, prompts[{i}]") for i, row in enumerate(_matrix(path))]
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"prompts={path}: not a text in UTF-8.") from None
+    except OSError as error:
+        raise ValueError(f"prompts={path}: cannot be read ({error.strerror or error}).") from None
     lines = enumerate(text.split("\n"), 1)  # not splitlines: JSON may hold other line separators
     prompts = [_line(text, f"{path}, line {number}") for number, text in lines if text.strip()]
     if not prompts:
@@ -52,34 +82,36 @@ def _matrix(path: Path) -> list[list[int]]:
         raise ValueError(f"prompts={path} is not a safetensors file: {error}.") from None
     if "prompts" not in tensors:
         raise ValueError(f"prompts={path} has no tensor `prompts`; it holds {', '.join(tensors) or 'none'}.")
-    return tensors["prompts"].tolist()
+    matrix = tensors["prompts"]
+    if matrix.dim() != 2 or not len(matrix) or "int" not in str(matrix.dtype):
+        raise ValueError(
+            f"prompts={path}: `prompts` is {list(matrix.shape)} in {matrix.dtype}, wanted a matrix of ids: "
+            "a prompt a row, one row or more, in a type of integers."
+        )
+    return matrix.tolist()
 
 
-def _line(text: str, where: str) -> tuple[Any, dict[str, Any]]:
-    try:
-        record = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}.") from None
-    if isinstance(record, str):
-        return record, {}
-    kinds = [kind for kind in KINDS if isinstance(record, dict) and kind in record]
-    if len(kinds) != 1:
-        raise ValueError(f"{where}: a line is an object with one of prompt, ids or messages, or a text.")
-    fields = {key: value for key, value in record.items() if key not in KINDS and value is not None}
-    if isinstance(bias := fields.get("logit_bias"), dict):  # JSON has no other keys than strings
-        fields["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in bias.items()}
-    try:
-        sampling_from(fields, SamplingParams())
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    return _value(kinds[0], record[kinds[0]], where), fields
+def _line(text: str, where: str) -> Prompt:
+    with standing(where):
+        record = strict_json.loads(text)
+        if isinstance(record, str):
+            return Prompt(record, {}, where)
+        given = {k: v for k, v in record.items() if v is not None} if isinstance(record, dict) else {}
+        kinds = [kind for kind in KINDS if kind in given]
+        if len(kinds) != 1:
+            raise ValueError("a line is an object with one of prompt, ids or messages, or a text.")
+        value = _value(kinds[0], given.pop(kinds[0]))
+        if isinstance(bias := given.get("logit_bias"), dict):  # JSON has no other keys than strings
+            numbers = ((strict_json.whole(k) if k.isascii() and k.isdecimal() else k, v) for k, v in bias.items())
+            with standing("logit_bias"):
+                given["logit_bias"] = strict_json.unique(numbers)
+        sampling_from(given, SamplingParams())
+        return Prompt(value, given, where)
 
 
-def _value(kind: str, value: Any, where: str = "") -> Any:
-    if kind == "prompt":
-        if not isinstance(value, str):
-            raise ValueError(f"{where}: prompt is {value!r}, wanted a text.")
-        return value
+def _value(kind: str, value: Any) -> Any:
     if kind == "messages":
         return parse_messages(value) if isinstance(value, str) else check_messages(value)
-    return list(value) if isinstance(value, list | tuple) else [value]
+    if line := problem(kind, value, f"{kind}={value!r:.60}"):
+        raise ValueError(line)
+    return list(value) if kind == "ids" else value

@@ -43,7 +43,8 @@ class Request:
     emitted: list[int] = field(default_factory=list)  # tokens that each verify step added
     nodes: int = 0  # verified in all steps, roots included
     eager: int = 0  # verify steps that ran operator by operator
-    fruitless: int = 0  # steps in a row whose drafts were all rejected
+    undrafted: int = 0  # verify steps that were the root alone though the plan has more
+    fruitless: int = 0  # steps in a row whose drafts were all rejected, or that had none
     gave_up: int | None = None  # the step after which it stopped drafting
     born: float = field(default_factory=time.perf_counter)
     started: float = 0.0  # its prefill began
@@ -85,7 +86,8 @@ class Request:
             self.nodes += nodes
             self.eager += eager
             self.emitted.append(len(tokens))
-            self.fruitless = self.fruitless + 1 if nodes > 1 and len(tokens) == 1 else 0
+            self.undrafted += nodes == 1 and self.plan.budget > 0
+            self.fruitless = self.fruitless + 1 if self.plan.budget and len(tokens) == 1 else 0
         else:
             self.first = time.perf_counter()
         return self.delta(tokens, text, logprobs[: len(tokens)], reason, stop)
@@ -118,6 +120,7 @@ class Request:
             mode=self.plan.mode,
             budget=self.plan.budget,
             gave_up=self.gave_up,
+            undrafted=self.undrafted,
             steps=steps,
             drafted=self.nodes - steps,
             accepted=sum(max(n - 1, 0) for n in self.emitted),

@@ -42,6 +42,7 @@ class Stats:
     mode: str
     budget: int
     gave_up: int | None  # verify steps after which drafting stopped, as nothing had been accepted for long
+    undrafted: int  # verify steps for which the drafter's logits were not finite, so that nothing could be drafted
     steps: int
     drafted: int
     accepted: int

@@ -6,6 +6,7 @@ checkpoint's JSON files say of stop ids and sampling defaults. Adds no BOS.
 """
 
 import base64
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from typing import Any
 
 import tiktoken
 
-from .checkpoint.files import read_json, stand_in
+from .checkpoint.files import read_file, read_json
+from .config import STOP_SLOTS
 
 CONTROL_IDS = 256  # ids above the ranks
 
@@ -135,30 +137,42 @@ def load_tokenizer(folder: Path, vocab: int | None = None) -> Tokenizer:
 
 def stop_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Ids that end an answer, ascending: all that generation_config.json, config.json (outer and text_config)
-    and the tokenizer name, and the end of a chat turn. ValueError if there is none: nothing is assumed.
+    and the tokenizer name, and the end of a chat turn. ValueError if there is none, as nothing is assumed, or more
+    than a request can have.
     """
     generation, model = folder / "generation_config.json", folder / "config.json"
     config = settings(model)
-    found = eos_ids(generation, settings(generation)) | eos_ids(model, config)
-    found |= eos_ids(model, config.get("text_config") or {})
+    named = {
+        generation: eos_ids(generation, settings(generation)),
+        model: eos_ids(model, config) | eos_ids(model, config.get("text_config") or {}),
+    }
+    found: set[int] = set().union(*named.values())
     if tokenizer is not None:
         found |= {tokenizer.eos} | {id for id, name in tokenizer.special.items() if name == "<|im_end|>"}
         if max(found) >= tokenizer.size:
             raise ValueError(f"{folder}: eos_token_id {max(found)} is not in the {tokenizer.size} ids")
     if not found:
         raise ValueError(f"{folder}: no stop id; set eos_token_id in generation_config.json or config.json")
+    if len(found) > STOP_SLOTS:
+        most = max(named, key=lambda path: len(named[path]))
+        raise ValueError(
+            f"{most}: eos_token_id makes {len(found)} stop ids with those that other files name, "
+            f"a request has at most {STOP_SLOTS}: shorten it"
+        )
     return tuple(sorted(found))
 
 
 def generation_defaults(folder: Path) -> dict[str, float]:
-    """temperature, top_p and top_k as far as generation_config.json sets them."""
+    """temperature, top_p and top_k as far as generation_config.json sets them; temperature 0 for do_sample false."""
     path = folder / "generation_config.json"
     config = settings(path)
     found = {key: config[key] for key in ("temperature", "top_p", "top_k") if config.get(key) is not None}
     for key, value in found.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{path}: {key} must be a number, not {value!r}")
-    return found
+    if not isinstance(sample := config.get("do_sample"), bool | None):
+        raise ValueError(f"{path}: do_sample must be true or false, not {sample!r}")
+    return found | {"temperature": 0.0} if sample is False else found
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -175,13 +189,10 @@ def pieces(text: str) -> Iterator[str]:
 
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Token bytes → rank from a `tiktoken.model`: base64 and rank a line, ranks 0..n-1, all 256 bytes."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ValueError(f"{path} is missing: without it prompts must be ids, and answers have no text")
-    data = path.read_bytes()
-    if problem := stand_in(data):
-        raise ValueError(f"{path}: {problem}")
     ranks = {}
-    for number, line in enumerate(data.splitlines(), 1):
+    for number, line in enumerate(read_file(path).splitlines(), 1):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
@@ -248,4 +259,4 @@ def eos_ids(path: Path, config: dict[str, Any]) -> set[int]:
 
 def settings(path: Path) -> dict[str, Any]:
     """The object in a JSON file that a checkpoint may lack: then an empty one."""
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if os.path.lexists(path) else {}

@@ -8,16 +8,16 @@ In fp32 any difference is a fault. Compares greedy text, whatever sampling.tempe
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from .compose import load_config
+from .compose import check_used, load_config
 from .config import Mode
 from .engine import Engine
-from .inputs import read_prompts
+from .inputs import Prompt, check_each, read_prompts
 from .ops import REFERENCE
 from .results import Completion, Result
+from .runtime.rounds import eager
 
 TOLERANCE = 4.0  # in RMS differences
 
@@ -51,11 +51,11 @@ class Verdict:
 
 def validate(overrides: Sequence[str]) -> int:
     """Print a verdict per prompt and comparison; 0 if all are good, else 1."""
+    check_used("validate", overrides, {"budgets": "give step.budget", "output": "leave it out"})
     config = load_config(overrides)
-    read = read_prompts(config)
-    prompts, fields = [p for p, _ in read], [f for _, f in read]
-    params = [field | {"temperature": 0, "logprobs": 2, "n": 1} for field in fields]
-    engine = Engine.open(config, check=lambda engine: comparable(engine, prompts, params))
+    read = [p._replace(fields=p.fields | {"temperature": 0, "logprobs": 2, "n": 1}) for p in read_prompts(config)]
+    prompts, params = [p.value for p in read], [p.fields for p in read]
+    engine = Engine.open(config, check=lambda engine: comparable(engine, read))
     loaded = engine.loaded
     modes: list[Mode] = ["plain", "chain", "tree"] if loaded.params.drafter else ["plain"]
     budgets = {config.step.mode: config.step.budget}
@@ -65,8 +65,7 @@ def validate(overrides: Sequence[str]) -> int:
     if config.mesh.tp > 1:
         print("with mesh.tp above 1 the kernels are not compared with the reference", file=sys.stderr)
     elif engine.rounds or loaded.model.ops is not REFERENCE:
-        eager = replace(config, run=replace(config.run, compile=False))
-        plain = Engine(eager, replace(loaded, model=replace(loaded.model, ops=REFERENCE)))
+        plain = Engine(eager(config), replace(loaded, model=replace(loaded.model, ops=REFERENCE)))
         runs["reference"] = plain.generate(prompts, params, mode="plain")
     exact = loaded.dtype == torch.float32
     verdicts = [v for what in list(runs)[1:] for v in judge(what, runs["plain"], runs[what], exact)]
@@ -77,11 +76,11 @@ def validate(overrides: Sequence[str]) -> int:
     return int(bad > 0)
 
 
-def comparable(engine: Engine, prompts: list[Any], params: list[dict[str, Any]]) -> None:
+def comparable(engine: Engine, prompts: list[Prompt]) -> None:
     """Raises ValueError where there is nothing to compare, or a prompt that cannot run."""
     if engine.model.drafter is None and engine.model.ops is REFERENCE and not engine.rounds:
         raise ValueError("There is nothing to compare plain decoding with: validate needs a drafter, or a CUDA device.")
-    engine.check(prompts, params)
+    check_each(prompts, engine.check)
 
 
 def judge(what: str, plain: Sequence[Result], other: Sequence[Result], exact: bool) -> list[Verdict]:

@@ -8,7 +8,6 @@ run on them.
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,8 +19,8 @@ from .engine import Engine
 from .graphs.params import Params, drafter_plan, target_plan
 from .runtime.build import load_kernels
 from .runtime.builders import build_all
-from .runtime.load import Loaded, load
-from .runtime.rounds import Rounds, clock, wanted
+from .runtime.load import Loaded, load, pick_device, pick_dtype
+from .runtime.rounds import Rounds, clock, compiles
 
 
 class Warmup(Engine):
@@ -43,18 +42,23 @@ class Warmup(Engine):
 
 
 def command(overrides: Sequence[str]) -> int:
-    """Prints the store's folder. Raises ValueError where compiling is forbidden."""
+    """Prints the store's folder. Raises ValueError where compiling is forbidden, or nothing would use what it makes."""
     given = {setting.key: setting.value for setting in resolve(overrides) if setting.origin != "default"}
     for key, forbids in (("run.compile", False), ("run.require_warm", True)):
         if given.get(key) is forbids:
             given_as = f"{key}={str(forbids).lower()}"
             raise ValueError(f"{given_as} forbids to compile, which is all that warmup does: leave it out.")
     config = load_config(overrides)
-    engine = Warmup.open(replace(config, run=replace(config.run, compile=True)))
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    if not compiles(config, device, dtype):
+        raise ValueError(
+            f"steps are not compiled on {device.type} in {str(dtype).removeprefix('torch.')} unless run.compile=true "
+            "is given: add it here and to what serves afterwards."
+        )
+    engine = Warmup.open(config)
     assert engine.rounds is not None
     print(engine.rounds.store.folder)
-    if not wanted(config, engine.loaded.device, engine.loaded.dtype):
-        engine.rounds.say("run.compile is off with these settings: run.compile=true uses what is compiled")
     return 0
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,8 +11,7 @@ import torch
 from kimi_fx.bench import BENCHES
 from kimi_fx.bench.acceptance import pool
 from kimi_fx.bench.cpu import compare
-from kimi_fx.bench.device import heat_map
-from kimi_fx.bench.huggingface import huggingface
+from kimi_fx.bench.device import heat_map, listed, numbers, some_of
 from kimi_fx.bench.record import table
 from kimi_fx.cli import main
 from kimi_fx.compose import load_config
@@ -30,7 +28,7 @@ def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
     loaded = random_pair(folder, V=64, layers=1, block=4)
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"ids": ids}) for ids in PROMPTS))
-    settings = ["step=tree", "sampling.max_tokens=12", "cache.max_len=64", f"prompts={folder / 'prompts.jsonl'}"]
+    settings = ["sampling.max_tokens=12", "cache.max_len=64", f"prompts={folder / 'prompts.jsonl'}"]
     return loaded, [f"target={folder / 'target'}", f"drafter={folder / 'drafter'}", *settings]
 
 
@@ -94,10 +92,13 @@ def test_demo(capsys):
     assert plain == tree and "tree over plain: " in out
 
 
-def test_without_transformers(small, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match="transformers is not installed: pip install"):
-        huggingface(small[0])
+@pytest.mark.parametrize(("there", "said"), [((), "transformers and compressed"), (("transformers",), "needs comp")])
+def test_without_the_extra(there, said, monkeypatch, capsys):
+    """Known before anything is loaded."""
+    monkeypatch.setattr("kimi_fx.bench.huggingface.find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr("kimi_fx.bench.cpu.Engine", None)
+    assert main(["bench", "cpu"]) == 2
+    assert said in (err := capsys.readouterr().err) and "pip install 'kimi-fx[test]'" in err
 
 
 def test_table():
@@ -126,7 +127,20 @@ def test_kernel_benchmarks_say_what_they_need(name, capsys, monkeypatch, tmp_pat
         (["moe", "inner=[100]"], "inner takes multiples of 64 from 64 to 2048, found 100"),
         (["moe", "tokens=[1e3]"], "tokens takes numbers from 1 to 4096, found 1e3"),
         (["moe", "routing=[uniform, even]"], "routing takes some of uniform, zipf, found uniform, even"),
-        (["moe", "routing=[]"], "found none"),
+        (["moe", "routing=[]"], "routing takes some of uniform, zipf, found none"),
+        (["step", "routing=[]"], "routing takes some of uniform, zipf, found none"),
+        (["step", "nodes=[]"], "nodes takes some of 1, 8, 16, 32, 64, 128, found none"),
+        (["step", "acceptance=[]"], "acceptance is one number from 1 to 8, tokens a round, found none"),
+        (["step", "batch=[65]"], "batch takes numbers from 1 to 64, found 65"),
+        (["mla", "nodes=[²]"], "nodes takes numbers from 1 to 4096, found ²"),
+        (["mla", f"nodes=[{'9' * 5000}]"], "nodes takes numbers from 1 to 4096, found 99"),
+        (["mla", "nodes=[8]", "tp=2"], "heads, peers and folder, found tp."),
+        (["sums", "tokens=[]"], "tokens takes one or more numbers from 1 to 4096, found none"),
+        (["sums", "pass=[٣]"], "pass takes numbers from 1 to 4096, found ٣"),
+        (["sums", "layers=[8,9]"], "layers is one number, found 8, 9"),
+        (["sums", "layers=[62]"], "layers takes numbers from 1 to 61, found 62"),
+        (["sums", "target=kimi_nano"], "takes tokens, pass, layers, mesh.tp and mesh.timeout, found target"),
+        (["sums", "step.budget=3", "mesh.tp=2"], "found step.budget."),
         (["mla", "folder=/dev/null/out"], "cannot make folder=/dev/null/out: Not a directory"),
         (["draft", "batch=[65]"], "batch takes numbers from 1 to 64, found 65"),
         (["layer", "rows=[129]"], "rows takes numbers from 1 to 128, found 129"),
@@ -136,6 +150,30 @@ def test_kernel_benchmarks_refuse_first(words, said, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert main(["bench", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_is_given_twice_is_measured_once() -> None:
+    assert numbers("batch", ["1", "8", "01", "1"], 1, 64) == [1, 8]
+    assert some_of("nodes", ["8", "1", "8"], (1, 8, 16)) == ["8", "1"]
+    assert listed("[1, 2,]") == listed("1,2") == ["1", "2"] and listed("[]") == []
+
+
+UNUSED = {
+    "generate budgets=[7] prompt=a": "budgets=[7]: generate makes no use of it, step.budget is that of a request",
+    "validate output=json ids=[1]": "output=json: validate makes no use of it, leave it out",
+    "bench acceptance ids=[1,2,3]": "ids=[1,2,3]: bench acceptance makes no use of it, give prompts=FILE",
+    "bench acceptance step=chain": "step=chain: bench acceptance makes no use of it, leave it out",
+    "bench cpu prompt=a": "prompt=a: bench cpu makes no use of it, give prompts=FILE",
+    "bench cpu sampling.temperature=0.5": "sampling.temperature=0.5: bench cpu makes no use of it, its texts are",
+    "bench demo ids=[1] step.budget=3": "ids=[1]: bench demo makes no use of it, give prompt=\nstep.budget=3: ",
+    "generate limit=3 prompt=a": "limit=3 is of a file, and prompt= gives one prompt: leave it out",
+}
+
+
+@pytest.mark.parametrize("words", UNUSED)
+def test_settings_without_use_are_refused(words: str, capsys) -> None:
+    assert main(words.split()) == 2
+    assert UNUSED[words] in capsys.readouterr().err
 
 
 def test_heat_map():

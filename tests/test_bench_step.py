@@ -207,20 +207,22 @@ def test_kernels_are_named_as_in_their_sources() -> None:
     ("words", "says"),
     [
         ({"nodes": ["17"]}, "nodes takes some of 1, 8, 16, 32, 64, 128, found 17"),
-        ({"batch": ["0"]}, "batch takes numbers from 1 to 262144, found 0"),
+        ({"batch": ["0"]}, "batch takes numbers from 1 to 64, found 0"),
         ({"context": ["5.5k"]}, "context takes numbers from 1 to 262144, found 5.5k"),
         ({"routing": ["real"]}, "routing takes some of uniform, zipf, found real"),
-        ({"acceptance": ["3", "4"]}, "acceptance is one number, tokens a round, found 3, 4"),
+        ({"acceptance": ["3", "4"]}, "acceptance is one number from 1 to 8, tokens a round, found 3, 4"),
+        *(({"acceptance": [a]}, f"tokens a round, found {a}.") for a in ("nan", "inf", "-5", "0", "1e9", "8.1", "x")),
+        ({"nodes": ["1"], "acceptance": ["2"]}, "acceptance is one number from 1 to 1, tokens a round, found 2"),
         ({"batch": ["8"], "context": ["200000"]}, "holds 262,144 tokens, no batch x context is that small"),
     ],
 )
 def test_refusals(words: dict[str, list[str]], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
-        step.chosen(words)
+        step.chosen(words, 8)
 
 
 def test_too_small_a_card(k26: Model) -> None:
-    needed = rank.device_bytes(k26, step.room_for(step.chosen({})[0]))
+    needed = rank.device_bytes(k26, step.room_for(step.chosen({}, 8)[0]))
     step.check_fits(needed, 139 * 2**30)
     with pytest.raises(ValueError, match="needs 102 GB on the device .* and 80 GB are free: ask for a smaller batch"):
         step.check_fits(needed, 80e9)
@@ -235,11 +237,18 @@ def test_without_a_card(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cells() -> None:
     """Those of one compiled round stand together; eight requests of 200,000 tokens are not among them."""
-    cells, acceptance = step.chosen({})
+    cells, acceptance = step.chosen({}, 8)
     assert len(cells) == len(set(cells)) == 5 * 7 * 2 and acceptance == 4
     rounds = [(c.batch, c.nodes) for c in cells]
     assert sum(a != b for a, b in zip(rounds, rounds[1:], strict=False)) == 9
     assert {c.context for c in cells if c.batch == 8} == {1000, 5500, 32_000}
+
+
+def test_cells_that_are_left_out_are_named(capsys: Any) -> None:
+    cells, _ = step.chosen({"batch": ["1", "8", "1"], "nodes": ["8"], "context": ["200000"]}, 8)
+    assert [(c.batch, c.routing) for c in cells] == [(1, "uniform"), (1, "zipf")]
+    assert capsys.readouterr().err == "left out, as bench step holds 262,144 tokens: batch x context of 8 x 200,000\n"
+    assert step.chosen({"nodes": ["1"]}, 8)[1] == 1
 
 
 @pytest.fixture
@@ -266,7 +275,7 @@ def flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
     monkeypatch.setattr(step, "copied", lambda flight: flight)
 
     def measured(target: TargetModel = TINY, **words: list[str]) -> list[dict[str, Any]]:
-        cells, acceptance = step.chosen(words)
+        cells, acceptance = step.chosen(words, TINY_DRAFTER.block)
         model = Model(target, TINY_DRAFTER, KERNELS)
         with torch.no_grad():
             return list(step.measure(cells, load_config([]), model, CARD, acceptance, torch.device("cpu")))

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from kimi_fx.bench.device import asked
 from kimi_fx.runtime.build import build, cache_folder, command
 from kimi_fx.runtime.store import StoreError
 
 STAND_IN = """#!/bin/sh
 if [ "$1" = --version ]; then echo "Cuda compilation tools, release 13.0, V13.0.88"; exit 0; fi
+if [ "$1" = --list-gpu-code ]; then printf 'sm_75\nsm_80\nsm_89\nsm_90\nsm_120\ncompute_80\n'; exit 0; fi
 echo call >> "$CALLS"
 case "$*" in *%s*) echo "error: no such thing" >&2; exit 1;; esac
 while [ "$1" != -o ]; do shift; done
@@ -79,14 +81,28 @@ def test_a_file_for_a_cache(nvcc, monkeypatch, tmp_path):
     nvcc()
     for place in (tmp_path / "nvcc", tmp_path / "nvcc" / "below"):
         monkeypatch.setenv("KIMI_FX_CACHE", str(place))
-        with pytest.raises(ValueError, match="lies on a file: set KIMI_FX_CACHE to a folder"):
+        with pytest.raises(ValueError, match=f"{place} cannot be made .*: set KIMI_FX_CACHE to another folder"):
             build("sm_80")
 
 
-def test_a_cache_that_cannot_be_made(monkeypatch):
-    monkeypatch.setenv("KIMI_FX_CACHE", "/sys/kimi_fx/below")
-    with pytest.raises(StoreError, match="/sys/kimi_fx/below cannot be written, set KIMI_FX_CACHE to another folder"):
+@pytest.mark.parametrize("path", ["~nouser/x", "/tmp/" + "n" * 300])
+def test_a_folder_that_cannot_be(path):
+    with pytest.raises(ValueError, match=f"folder={path}: no usable path: "):
+        asked("mla", [], [f"folder={path}"])
+
+
+@pytest.mark.parametrize("place", ["/sys/kimi_fx/below", "/proc/x", "/" + "a" * 300, "/proc/self/exe/x", "~nobody/x/y"])
+def test_a_cache_that_cannot_be_made(monkeypatch, place):
+    monkeypatch.setenv("KIMI_FX_CACHE", place.replace("~nobody", "~no-such-user"))
+    with pytest.raises(ValueError, match="the cache .* cannot be made .*: set KIMI_FX_CACHE to another folder"):
         cache_folder()
+
+
+def test_a_folder_in_place_of_the_lock(nvcc, tmp_path):
+    nvcc()
+    (tmp_path / "cache" / "kimi_fx_cuda.lock").mkdir(parents=True)
+    with pytest.raises(StoreError, match="cannot be used, set KIMI_FX_CACHE to another folder .*Is a directory"):
+        build("sm_80")
 
 
 def test_no_nvcc(monkeypatch, tmp_path):
@@ -96,10 +112,19 @@ def test_no_nvcc(monkeypatch, tmp_path):
         build("sm_80")
 
 
-@pytest.mark.parametrize("word", ["arch=sm_75", "sm_80,sm_9", "arch=sm_90", "arch=sm_80a", "jobs=4", "arch="])
+@pytest.mark.parametrize(
+    "word", ["arch=sm_75", "sm_80,sm_9", "arch=sm_90", "arch=sm_80a", "jobs=4", "arch=", "arch=sm_８０"]
+)
 def test_unknown_words(word):
     with pytest.raises(ValueError, match="build takes arch= with some of sm_80, sm_90a, sm_120 and the like, found"):
         command([word])
+
+
+def test_an_arch_that_nvcc_lacks_is_refused_before_anything_is_made(nvcc, tmp_path):
+    nvcc()
+    with pytest.raises(ValueError, match="nvcc does not know sm_999: .* for sm_80, sm_89, sm_90a, sm_120"):
+        command(["arch=sm_80,sm_999"])
+    assert not (tmp_path / "calls").exists() and not list((tmp_path / "cache").iterdir())
 
 
 def test_the_command_prints_each_library_once(nvcc, capsys):

@@ -1,9 +1,12 @@
 """The command line: results on stdout, all else on stderr, exit codes, and no traceback for a user's mistake."""
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import kimi_fx
+from kimi_fx import bench
 from kimi_fx.cli import main
 from kimi_fx.graphs import step
 from oracles.toys import random_pair
@@ -52,6 +56,17 @@ def refused(call):
 
 
 # ---- generate
+
+
+def test_a_drafter_whose_logits_are_not_finite(call, small):
+    """It is said once, and drafting is given up."""
+    asked = [*small, "ids=[3,1,4]", "drafter.rope_amplitude=3e38", "sampling.ignore_eos=true", "step.give_up=4"]
+    code, out, err = call("generate", *asked)
+    expected = call("generate", "ids=[3,1,4]", *small, "sampling.ignore_eos=true")[1]
+    assert (code, out) == (0, expected)
+    assert (
+        err.count("nothing drafted in 4 of 8 steps: the drafter's logits were not finite, no drafts after step 4") == 1
+    )
 
 
 def test_text_of_one_prompt(call, make_engine):
@@ -132,12 +147,67 @@ def process():
         process.kill()
 
 
-def test_interrupt(process):
-    """Ctrl-C once: 130, a word on stderr, no traceback."""
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
-    err = process.stderr.read()
-    assert err.endswith(b"kimi-fx: interrupted\n") and b"Traceback" not in err
+@pytest.mark.parametrize(
+    ("numbers", "code", "word"),
+    [
+        ([signal.SIGINT], 130, "interrupted"),
+        ([signal.SIGINT] * 4, 130, "interrupted"),
+        ([signal.SIGTERM], 143, "terminated"),
+        ([signal.SIGTERM, signal.SIGINT], 143, "terminated"),
+    ],
+)
+def test_signals(process, numbers, code, word):
+    """Once or more often: the first one's code, a word on stderr, no traceback."""
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.15)
+    assert process.wait(60) == code
+    loaded, settings, *rest = process.stderr.read().decode().splitlines()
+    assert "loaded" in loaded and "temperature" in settings and rest == [f"kimi-fx: {word}"]
+
+
+EARLY = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "kimi_fx.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from kimi_fx.__main__ import main
+sys.exit(main(["config"]))
+"""
+
+
+def test_a_signal_while_modules_are_imported():
+    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, preexec_fn=interruptible)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "kimi-fx: interrupted\n")
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_an_encoding_without_the_texts_characters(output, tmp_path):
+    """What cannot be written is escaped; JSON stays JSON."""
+    word = "sampling.logit_bias={196: 1000, 167: 500}"  # bytes of é, and whatever follows
+    command = [
+        sys.executable,
+        "-m",
+        "kimi_fx",
+        "generate",
+        "prompt=é",
+        f"output={output}",
+        "sampling.max_tokens=3",
+        word,
+    ]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "sampling.temperature=0"], capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.decode("ascii")
+    if output == "json":
+        assert not json.loads(text)["outputs"][0]["text"].isascii()
+    else:
+        assert "\\x" in text or "\\u" in text
 
 
 def test_a_reader_that_leaves(process):
@@ -215,9 +285,20 @@ MISTAKES = {
     "no target": (["generate", "ids=[1]", "target=kimi_k2_6"], "target.path is not set"),
     "no folder": (["generate", "ids=[1]", "target=/absent"], "/absent"),
     "no device": (["generate", "ids=[1]", "device=cuda:99"], "device='cuda:99' was asked for, but"),
+    "an index of the CPU": (["generate", "ids=[1]", "device=cpu:5"], "device='cpu:5' is not a device: use auto, cpu"),
+    "an index too large": (["generate", "ids=[1]", "device=cuda:256"], "device='cuda:256' is not a device"),
+    "nodes of no round": (["generate", "ids=[1]", "device=cpu", "run.nodes=[8]"], "run.nodes is of compiled steps"),
+    "empty nodes": (
+        ["generate", "ids=[1]", "device=cpu", "run.compile=true", "run.nodes=[]"],
+        "run.nodes=[] compiles no round",
+    ),
+    "checks of one rank": (["generate", "ids=[1]", "mesh.check=true"], "mesh.check=true, but there is one rank: leave"),
+    "timeout of one rank": (["generate", "ids=[1]", "mesh.timeout=5"], "mesh.timeout=5.0, but there is one rank"),
+    "one device for two": (["generate", "ids=[1]", "device=cuda:0", "mesh.tp=2"], "names one device and mesh.tp=2"),
     "no drafter": (["generate", "ids=[1]", "drafter=none", "step=tree"], "mode=tree needs a drafter"),
     "no id": (["generate", "ids=[5000]"], "5000, which is no token id: ids are 0 to 4095"),
-    "no messages": (["generate", "messages={"], "messages are not valid JSON"),
+    "no messages": (["generate", "messages={"], "messages: not valid JSON: "),
+    "deep messages": (["generate", f"messages={'[' * 3000}"], "messages: not valid JSON: nested too deeply"),
     "no bench": (["bench", "acceptence"], "did you mean acceptance?"),
 }
 
@@ -240,31 +321,62 @@ def test_all_mistakes_at_once(refused):
 
 
 LINES = {
-    "{": "is not JSON",
+    "{": "not valid JSON: Expecting",
+    "[" * 100_000: "not valid JSON: nested too deeply",
+    '{"ids": [1], "logit_bias": {"１": 2}}': "logit_bias",
+    '{"prompt": "a", "prompt": "b"}': "the key 'prompt' is given twice",
+    '{"ids": [1], "seed": ' + "1" * 5000 + "}": "111111111… is a number of 5000 digits",
     "[1]": "a line is an object with one of prompt, ids or messages",
     '{"ids": [1], "prompt": "a"}': "an object with one of prompt, ids or messages",
-    '{"prompt": 5}': "prompt is 5, wanted a text",
+    '{"prompt": 5}': "prompt=5: wanted str",
+    '{"ids": {"a": 1}}': "ids={'a': 1}: wanted list of int",
+    '{"ids": [true]}': "ids=[True]: wanted list of int",
+    '{"ids": []}': "The prompt is empty",
+    '{"ids": null}': "a line is an object with one of",
+    '{"ids": [64]}': "The prompt holds 64, which is no token id",
+    '{"ids": [1], "max_tokens": 999}': "max_tokens=999 after a prompt of 1 tokens is more than the context of 128",
+    '{"ids": [1], "logit_bias": {"4096": 1}}': "logit_bias names id 4096",
+    '{"ids": [1], "logit_bias": {"5": 1, "05": 2}}': "logit_bias: the key 5 is given twice",
+    '{"ids": [1], "logit_bias": {"' + "5" * 5000 + '": 1}}': "logit_bias: 555555555… is a number of 5000 digits",
+    '"a text"': "The checkpoint has no tiktoken.model",
     '{"ids": [1], "temprature": 1}': "temprature: no such sampling parameter; did you mean temperature",
     '{"messages": [5]}': "messages[0] must be an object",
+    '{"messages": [{"role": "user"}]}': "messages[0] has no content",
 }
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line[:40])
 def test_bad_lines_of_a_file(refused, small, tmp_path, line):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"ids": [1]}\n' + line)
     err = refused("generate", f"prompts={file}", *small)
-    assert LINES[line] in err
+    assert LINES[line] in err.partition(f"kimi-fx: {file}, line 2: ")[2]
 
 
 def test_bad_files(refused, small, tmp_path):
     empty, matrix = tmp_path / "empty.jsonl", tmp_path / "other.safetensors"
     empty.write_text("\n")
     assert "holds no prompt" in refused("generate", f"prompts={empty}", *small)
+    for wrong in (torch.tensor(1), torch.zeros(3).int(), torch.zeros(1, 1, 1).int(), torch.zeros(0, 4).int()):
+        save_file({"prompts": wrong}, matrix)
+        err = refused("generate", f"prompts={matrix}", *small)
+        assert f"prompts={matrix}: `prompts` is {list(wrong.shape)} in {wrong.dtype}, wanted a matrix of ids" in err
+    save_file({"prompts": torch.zeros(1, 2)}, matrix)
+    assert "`prompts` is [1, 2] in torch.float32, wanted" in refused("generate", f"prompts={matrix}", *small)
+    save_file({"prompts": torch.tensor([[1, 2], [3, 64]])}, matrix)
+    assert f"{matrix}, prompts[1]: The prompt holds 64" in refused("generate", f"prompts={matrix}", *small)
     save_file({"ids": torch.zeros(1, 1)}, matrix)
     assert "no tensor `prompts`; it holds ids" in refused("generate", f"prompts={matrix}", *small)
     matrix.write_bytes(b"<html>")
     assert "is not a safetensors file" in refused("generate", f"prompts={matrix}", *small)
+
+
+@pytest.mark.parametrize("key", ["prompts", "target", "target.path", "drafter", "drafter.path", "run.trace"])
+@pytest.mark.parametrize(("path", "said"), [("n" * 300, "name too long"), ("~nouser/x", "home directory")])
+def test_paths_that_cannot_be(refused, key, path, said):
+    err = refused("generate", f"{key}={path}", *(["ids=[1]"] if key != "prompts" else []))
+    assert f"kimi-fx: {key}={path[:50]}" in err
+    assert said in err or (key in ("target", "drafter") and "no such preset" in err)
 
 
 def test_a_pool_that_does_not_fit(call, small):
@@ -288,3 +400,16 @@ def test_readme_and_usage_name_every_command():
 
     for command in COMMANDS:
         assert f"\n  {command} " in USAGE and f"kimi-fx {command}" in readme
+
+
+def test_usage_names_every_bench(call):
+    (line,) = (line for line in call("help")[1].splitlines() if line.startswith("  bench "))
+    files = {
+        file.stem for file in Path(bench.__file__).parent.glob("*.py") if "\ndef run(overrides" in file.read_text()
+    }
+    assert set(re.findall(r"\w+", line.split("bench", 1)[1].split("each")[0])) == files == set(bench.BENCHES)
+
+
+def test_help_loads_no_torch():
+    code = "import sys; from kimi_fx.cli import main; main(['help']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

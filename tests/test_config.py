@@ -121,8 +121,8 @@ def test_a_folder_in_place_of_a_preset(tmp_path: Path, monkeypatch: pytest.Monke
 @example("???")
 @example("")
 def test_strings_are_taken_as_they_stand(text: str) -> None:
-    config = load_config([f"prompt={text}", f"sampling.stop=<{text}", f"run.trace={text}"])
-    assert config.prompt == config.run.trace == (None if text == "null" else text)
+    config = load_config([f"prompt={text}", f"sampling.stop=<{text}", f"messages={text}"])
+    assert config.prompt == config.messages == (None if text == "null" else text)
     assert config.sampling.stop == (f"<{text}",)
 
 
@@ -181,7 +181,11 @@ def test_format_config_aligns_its_columns() -> None:
         ("zzz=1", "zzz=1: no such key"),
         ("step.budget.x=1", "step.budget.x=1: no such key; did you mean step.budget?"),
         ("+step.budget=1", "+step.budget=1: no such key; did you mean step.budget?"),
-        ("run=4", "run=4: run is a group of keys, such as run.batch"),
+        ("run=4", "run is a group of keys and takes no value such as '4': set its keys, such as run.batch=4"),
+        (
+            "run={batch: 2}",
+            "run is a group of keys and takes no value such as '{batch: 2}': set its keys, such as run.batch=4",
+        ),
         ("step=tre", "step=tre: no such preset; choose chain, plain, tree; did you mean tree?"),
         (
             "target=kimi_nan",

@@ -1,6 +1,7 @@
 """The doctor: a folder of Kimi K2.6's size without its data is planned in seconds, each fault is one message."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -93,28 +94,72 @@ def test_a_fault_is_one_message(fault, short: Path, capsys: pytest.CaptureFixtur
     fault(short / shard(2))
     code = main(["doctor", f"target={short}", "mesh.tp=8", "memory=139"])
     out, err = capsys.readouterr()
-    assert code == 2 and err.count("kimi-fx:") == 1 and all(said in err for said in FAULTS[fault])
+    assert code == 2 and err == "kimi-fx: not good: checkpoint\n" and all(said in out for said in FAULTS[fault])
     assert "checkpoint: NOT GOOD" in out and "memory: it fits" in out
+
+
+def test_a_plan_before_the_download(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the presets alone, with what the folder of Kimi K2.6 would give."""
+    code = main(["doctor", "target=kimi_k2_6", "drafter=kimi_k2_6_dflash", "mesh.tp=8", "memory=139", "run.batch=1"])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "") and "checkpoint: none is named" in out and "memory: it fits" in out
+    assert re.search("target weights +76.18 GB", out) and re.search("drafter weights +0.8[0-9] GB", out)
+
+
+def test_what_no_mesh_mends(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"target={short}", "memory=0.2"]) == 2
+    assert "what is beside weights and pool does not fit by itself" in capsys.readouterr().out
 
 
 def test_too_much_for_a_rank(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", f"target={short}", "mesh.tp=8", "memory=8", "cache.tokens=2000000"])
     out, err = capsys.readouterr()
     assert code == 2 and "rest" in out and "memory: NOT GOOD" in out
-    assert err.startswith("kimi-fx: a rank has 8.0 GB and needs") and "use cache.tokens=" in err
+    assert err == "kimi-fx: not good: memory\n"
+    assert "  a rank has 8.0 GB and needs" in out and "use cache.tokens=" in out
 
 
 def test_what_all_sections_find_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", f"target={tmp_path}", "device=cpu"])
     out, err = capsys.readouterr()
     assert code == 2 and out.count("NOT GOOD") == 1 and out.count("not looked at, as above") == 2
-    assert err == f"kimi-fx: {tmp_path}: holds no config.json\n"
+    assert f"checkpoint: NOT GOOD\n  {tmp_path}: holds no config.json\n" in out
+    assert err == "kimi-fx: not good: checkpoint, tokenizer, memory\n"
 
 
 @pytest.mark.parametrize("word", ["memory=", "memory=big", "memory=-1", "memory=inf", "memory=nan"])
 def test_a_size_that_is_none(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", word]) == 2
     assert capsys.readouterr().err == f"kimi-fx: {word}: wanted the GB of a device's memory, such as memory=139.\n"
+
+
+PLANS = {
+    "drafter.backend=tensorrt mesh.tp=2": "serves one rank and mesh.tp is 2",
+    "drafter.backend=tensorrt run.compile=false": "is part of compiled rounds and none are in use",
+    "drafter.backend=tensorrt ops=reference": "is part of compiled rounds and none are in use",
+    "drafter.backend=tensorrt step=plain": "makes what drafts, and no compiled round here does",
+    "run.compile=true ops=reference": "run.compile=true compiles the operators' kernels and ops=reference avoids them",
+    "run.compile=false run.nodes=[8]": "run.nodes is of compiled steps, and none are in use",
+    "run.nodes=[9]": "run.nodes has 9",
+    "mesh.near=true": "mesh.near=true, but there is one rank",
+    "mesh.near=true mesh.tp=2 ops=reference": "mesh.near=true, but ops=reference avoids the kernel for it",
+    "mesh.tp=2 device=cuda:1": "device=cuda:1 names one device and mesh.tp=2 needs one a rank",
+    "device=cpu": "memory=139 plans for CUDA devices and device=cpu asks for none: leave one of them out",
+    "device=cpu:5": "device='cpu:5' is not a device",
+}
+
+
+@pytest.mark.parametrize("words", PLANS)
+def test_a_plan_of_what_cannot_be(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `generate` refuses it, once."""
+    assert main(["doctor", "memory=139", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert PLANS[words] in out + err and err.count("kimi-fx:") == 1
+
+
+def test_a_plan_of_two_ranks_says_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "memory=139", "mesh.tp=2", "mesh.near=true", "device=cuda"]) == 0
+    assert "compiled steps: 8 to compile" in capsys.readouterr().out
 
 
 def test_two_ranks_here(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +195,8 @@ sys.exit(main(["doctor", "device=cpu", "mesh.tp=2", "mesh.timeout=2"]))
 def test_a_rank_that_hangs_ends_all_with_advice() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == 1 and "memory: it fits" in done.stdout and "Traceback" not in done.stderr
-    assert "more than mesh.timeout=2 s: rank 0 in runtime/links.py" in done.stderr
-    assert "NCCL_P2P_DISABLE=1" in done.stderr
+    assert "more than mesh.timeout=2 s: rank 0 in runtime/links.py" in done.stdout
+    assert "NCCL_P2P_DISABLE=1" in done.stdout and done.stderr == "kimi-fx: not good: links\n"
 
 
 @pytest.fixture
@@ -184,8 +229,7 @@ def test_devices_and_their_kernels(cards, capability: tuple[int, int], monkeypat
     case = cards(*capability)
     with pytest.raises(ValueError, match="nvcc was found neither on PATH nor in"):
         devices(case)
-    monkeypatch.setattr("kimi_fx.doctor.find_nvcc", lambda: "/some/nvcc")
-    monkeypatch.setattr("kimi_fx.doctor.check_driver", lambda nvcc: None)
+    monkeypatch.setattr("kimi_fx.doctor.compiler", lambda arch: "/some/nvcc")
     text = devices(case)
     assert FAMILIES[capability] in text and "not compiled yet: /some/nvcc" in text
     assert "cuda:1  Card" in text and "130.0 GB of 140.0 GB free" in text and "peer access: not from 0 to 1" in text

@@ -256,9 +256,14 @@ def test_waiting_for_pages(small_engine):
 def test_refused_for_lack_of_pages(small_engine):
     engine = small_engine("cache.tokens=128")
     assert engine.pool.target.shape[1] == engine.pool.draft_k.shape[1] == 2
-    with pytest.raises(ValueError, match="100 tokens with max_tokens=29 needs more than .* 128 .*cache.tokens"):
+    with pytest.raises(
+        ValueError, match=r"max_tokens=29 after a prompt of 100 .* pool \(cache.tokens\) of 128: at most 28"
+    ):
         engine.add([1] * 100, SamplingParams(max_tokens=29))
-    assert len(engine.generate([1] * 100, max_tokens=28, **HOW).outputs[0].token_ids) == 28
+    with pytest.raises(ValueError, match=r"The prompt has 128 tokens and the pool \(cache.tokens\) holds 128: shorten"):
+        engine.add([1] * 128)
+    for params in ({"max_tokens": 28}, {}):
+        assert len(engine.generate([1] * 100, params, **HOW).outputs[0].token_ids) == 28
     assert_idle(engine)
 
 

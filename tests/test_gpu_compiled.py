@@ -27,6 +27,7 @@ from kimi_fx.graphs.pytree import tree_leaves
 from kimi_fx.runtime.buckets import name
 from kimi_fx.runtime.builders import build_all
 from kimi_fx.runtime.load import load
+from kimi_fx.runtime.rounds import eager
 
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
@@ -68,7 +69,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         build_all(compiled.rounds, loaded.params)
         compiled.rounds.load_all(loaded.params, compiled.pool, compiled.state)
         if request.param == "float32":
-            return Both(compiled, Engine(load_config([*words, "run.compile=false"]), loaded), cache)
+            return Both(compiled, Engine(eager(load_config(words)), loaded), cache)
         plain = Engine(config, loaded)
         plain.rounds.graphs, plain.rounds.steps = None, dict(compiled.rounds.steps)
     return Both(compiled, plain, cache)

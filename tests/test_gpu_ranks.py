@@ -28,8 +28,9 @@ pytestmark = [
 ]
 
 ORACLES = Path(ranks.__file__).parent
-SETTINGS = ["device=cuda", "run.batch=1", "run.nodes=[16]", "run.chunk=64", "cache.max_len=512"]
-COMPILED = ["run.compile=true", "run.require_warm=true"]
+SETTINGS = ["device=cuda", "run.batch=1", "run.chunk=64", "cache.max_len=512"]
+ROUNDS = ["run.compile=true", "run.nodes=[16]"]
+COMPILED = [*ROUNDS, "run.require_warm=true"]
 STEPS = 2  # that are compiled: one round, one prefill
 TWO = ["mesh.tp=2", "mesh.check=true", "mesh.timeout=30"]
 HOW: dict[str, Any] = {"max_tokens": 32, "temperature": 0, "ignore_eos": True}
@@ -50,7 +51,7 @@ def warming(tmp_path_factory: pytest.TempPathFactory) -> Iterator["subprocess.Po
     shutil.copy(library_for(own_arch(torch.device("cuda")))[0], folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KIMI_FX_CACHE", str(folder))
-        with started("-m", "kimi_fx", "warmup", *SETTINGS, "mesh.tp=2", "run.compile=true") as warming:
+        with started("-m", "kimi_fx", "warmup", *SETTINGS, *ROUNDS, "mesh.tp=2") as warming:
             yield warming
             warming.terminate()
 

@@ -16,6 +16,7 @@ from kimi_fx.engine import Engine
 from kimi_fx.runtime import rounds, tensorrt
 from kimi_fx.runtime.builders import build_all
 from kimi_fx.runtime.load import Loaded, load
+from kimi_fx.runtime.rounds import eager
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,7 +78,7 @@ def test_parts_against_fp64(tmp_path: Path, batch: int) -> None:
 
 def test_acceptance_is_that_of_our_kernels(engine: Engine, loaded: Loaded, held_out: list[list[int]]) -> None:
     how = {"max_tokens": 96, "temperature": 0, "ignore_eos": True}
-    plain = Engine(load_config([*WORDS, "run.compile=false"]), loaded)
+    plain = Engine(eager(load_config(WORDS)), loaded)
     ours, theirs = (pooled(e.generate([p[:64] for p in held_out[:32]], **how))["acceptance"] for e in (plain, engine))
     assert theirs == pytest.approx(ours, rel=0.03)
 

@@ -142,27 +142,31 @@ CAUSES = {
     "killed": "rank 1 ended by signal 9 (SIGKILL)",
     "raises": "rank 1: MemoryError: no room for an egg",
     "hangs": "a step has taken more than mesh.timeout=4 s: rank 0 in ",
+    "stopped": ", rank 1 silent (stopped?)",
     "differs": "ranks 1 have another value of the tree's score than rank 0",
-    "interrupted": "interrupted",
+    "interrupted": "kimi-fx: interrupted",
+    "terminated": "kimi-fx: terminated",
 }
+SENT = {"interrupted": (signal.SIGINT, 130), "terminated": (signal.SIGTERM, 143)}  # to the first; its code
 
 
 @pytest.mark.parametrize("how", CAUSES)
 def test_one_fails_and_all_end(how: str, tmp_path: Path) -> None:
-    file, code = tmp_path / "second", {"interrupted": 130}.get(how, 1)
+    file, (sent, code) = tmp_path / "second", SENT.get(how, (None, 1))
     call = [sys.executable, str(ORACLES / "failing.py"), how, str(file), *FP32, "mesh.tp=2", "mesh.check=true"]
     asked = ["ids=[3840,100,200]", "sampling.max_tokens=2000", "sampling.ignore_eos=true", "mesh.timeout=4"]
     first = subprocess.Popen([*call, *asked], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert first.stdout is not None
     first.stdout.read(8)  # it runs
-    if how == "interrupted":
-        first.send_signal(signal.SIGINT)
+    if sent:
+        first.send_signal(sent)
     _, said = first.communicate(timeout=60)
     ended = time.time()
     pid, *failed = file.read_text().split()
-    assert CAUSES[how] in said.decode() and "Traceback" not in said.decode()
+    *loading, last = said.decode().splitlines()
+    assert CAUSES[how] in last and len(loading) == 3, said.decode()  # two models and the settings
     assert first.returncode == code
-    assert all(ended - float(at) < SOON for at in failed) and len(failed) == (how != "interrupted")
+    assert all(ended - float(at) < SOON for at in failed) and len(failed) == (sent is None)
     assert state(int(pid)) == ""  # its parent has asked for its exit code
 
 
@@ -185,13 +189,27 @@ def test_the_first_is_killed(tmp_path: Path) -> None:
     file = tmp_path / "second"
     call = [sys.executable, str(ORACLES / "failing.py"), "interrupted", str(file), *FP32, "mesh.tp=2"]
     asked = ["ids=[3840,100,200]", "sampling.max_tokens=2000", "sampling.ignore_eos=true"]
-    first = subprocess.Popen([*call, *asked], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert first.stdout is not None
+    first = subprocess.Popen([*call, *asked], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert first.stdout is not None and first.stderr is not None
     first.stdout.read(8)
     first.kill()
     first.wait()
     wait_for_end(int(file.read_text()), time.time() + SOON)
     first.stdout.close()
+    assert len(first.stderr.read().splitlines()) == 3  # as it loaded
+    first.stderr.close()
+
+
+def test_the_first_is_killed_while_the_others_start() -> None:
+    call = [sys.executable, "-m", "kimi_fx", "generate", "ids=[3840]", *FP32, "mesh.tp=2"]
+    with subprocess.Popen(call, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as first:
+        children = Path(f"/proc/{first.pid}/task/{first.pid}/children")
+        last = time.time() + 60
+        while not (found := children.read_text().split()) and time.time() < last:
+            time.sleep(0.01)
+        first.kill()
+        wait_for_end(int(found[0]), time.time() + SOON)
+        assert first.stderr is not None and not first.stderr.read()
 
 
 STUCK = """

@@ -145,14 +145,16 @@ def test_prompt_lines_as_json_has_them(tmp_path):
     line = {"prompt": "a\u2028b", "logit_bias": {"5": -5}, "stop": None, "max_tokens": 3}
     file.write_text("\ufeff" + json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
     assert read_prompts(load_config([f"prompts={file}"])) == [
-        ("a\u2028b", {"logit_bias": {5: -5}, "max_tokens": 3}),
+        ("a\u2028b", {"logit_bias": {5: -5}, "max_tokens": 3}, f"{file}, line 1"),
     ]
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=f"prompts={file}: not a text in UTF-8"):
         read_prompts(load_config([f"prompts={file}"]))
 
 
-@pytest.mark.parametrize("override", ["step.budget=${", 'sampling.stop=["${", "x"]', "cache.tokens=" + "9" * 24])
+@pytest.mark.parametrize(
+    "override", ["step.budget=${", 'sampling.stop=["${", "x"]', "cache.tokens=" + "9" * 24, "ids=" + "[" * 999]
+)
 def test_overrides_that_yaml_or_interpolation_chokes_on(override, capsys):
     code = main(["config", override])
     assert code in (0, 2) and "Traceback" not in capsys.readouterr().err

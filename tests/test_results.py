@@ -1,6 +1,8 @@
 """What comes back besides text: usage, statistics, traces, plain data."""
 
 import json
+import resource
+import signal
 from dataclasses import fields
 
 import numpy as np
@@ -99,6 +101,25 @@ def test_trace(make_engine, held_out, tmp_path):
             assert emitted[-1] not in last or place + len(emitted) == 30
             place += len(emitted)
     assert {line["request"] for line in lines} == set(requests)
+
+
+def test_a_trace_ends_once_the_disk_is_full(make_engine, held_out, tmp_path, capsys):
+    """With one word, its last line whole, and no request disturbed."""
+    file = tmp_path / "trace.jsonl"
+    engine = make_engine("cache.max_len=256", f"run.trace={file}")
+    engine.add(held_out[15][:30], SamplingParams(max_tokens=20, **HOW), "plain")
+    engine.step(), engine.step()
+    whole, limits = file.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 50, limits[1]))
+        while engine.busy:
+            assert all(delta.finish_reason != "error" for delta in engine.step())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+    assert file.read_bytes() == whole and whole.endswith(b"\n")
+    assert capsys.readouterr().err == f"run.trace={file} ends here, it cannot be written: File too large\n"
 
 
 def test_trace_that_cannot_be_written(make_engine, tmp_path):

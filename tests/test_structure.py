@@ -15,9 +15,9 @@ ROOT = Path(kimi_fx.__file__).parent
 SOURCES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 # A file or folder may import those before it.
 ORDER = (
-    "rules", "config", "compose", "ops", "graphs", "checkpoint", "tokenizer", "chat", "text", "results", "inputs",
-    "request", "runtime", "admit", "prompts", "engine", "follow", "validate", "warmup", "doctor", "api", "bench", "cli",
-    "__init__", "__main__",
+    "signals", "rules", "config", "compose", "ops", "graphs", "checkpoint", "tokenizer", "strict_json", "chat", "text",
+    "results", "inputs", "turns", "request", "runtime", "admit", "prompts", "engine", "follow", "validate", "warmup",
+    "doctor", "api", "bench", "cli", "__init__", "__main__",
 )  # fmt: skip
 
 

@@ -258,12 +258,27 @@ def test_stop_ids(tmp_path):
         stop_ids(write(tmp_path, config={"eos_token_id": 163586}), TOKENIZER)
 
 
+def test_more_stop_ids_than_a_request_has(tmp_path):
+    write(tmp_path, generation_config={"eos_token_id": [*range(7)]}, config={"eos_token_id": 7})
+    assert len(stop_ids(tmp_path, None)) == 8
+    with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id makes 10 stop ids .* at most 8"):
+        stop_ids(tmp_path, TOKENIZER)
+
+
 def test_generation_defaults(tmp_path):
     assert generation_defaults(NANO) == {} == generation_defaults(tmp_path)
     write(tmp_path, generation_config={"temperature": 0.6, "top_p": 0.95, "top_k": None, "max_length": 9})
     assert generation_defaults(tmp_path) == {"temperature": 0.6, "top_p": 0.95}
     with pytest.raises(ValueError, match="top_p must be a number, not 'high'"):
         generation_defaults(write(tmp_path, generation_config={"top_p": "high"}))
+
+
+def test_no_sampling_is_greedy(tmp_path):
+    write(tmp_path, generation_config={"do_sample": False, "temperature": 0.6, "top_k": 5})
+    assert generation_defaults(tmp_path) == {"temperature": 0.0, "top_k": 5}
+    assert generation_defaults(write(tmp_path, generation_config={"do_sample": True})) == {}
+    with pytest.raises(ValueError, match="do_sample must be true or false, not 'no'"):
+        generation_defaults(write(tmp_path, generation_config={"do_sample": "no"}))
 
 
 # The chat format. The template below is the format of K2.5 written a second time.
@@ -359,6 +374,29 @@ def test_template_of_the_checkpoint(tmp_path):
     assert load_template(tmp_path) == "in the configuration"
     (tmp_path / "chat_template.jinja").write_text("its own 世", encoding="utf-8")
     assert load_template(tmp_path) == "its own 世"
+    (tmp_path / "chat_template.jinja").write_bytes(b"its own \xff\xff")
+    with pytest.raises(ValueError, match=r"chat_template.jinja: not a text in UTF-8 \(byte 8: invalid start byte\)"):
+        load_template(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("chat_template.jinja", load_template),
+        ("tokenizer_config.json", load_template),
+        ("generation_config.json", generation_defaults),
+        ("config.json", lambda folder: stop_ids(folder, None)),
+        ("tiktoken.model", load_tokenizer),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path, name, read):
+    (tmp_path / name).symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match=rf"{name}: cannot be read \(No such file or directory\)"):
+        read(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=rf"{name}: cannot be read \(Is a directory\)"):
+        read(tmp_path)
 
 
 def test_built_in_needs_the_thinking_markers(tmp_path):
@@ -401,5 +439,5 @@ def test_bad_messages_are_refused(messages, reason):
 
 def test_messages_from_json():
     assert parse_messages('[{"role": "user", "content": "a", "name": null}]') == [USER]
-    with pytest.raises(ValueError, match="messages are not valid JSON"):
+    with pytest.raises(ValueError, match="messages: not valid JSON: "):
         parse_messages("[{'role'")

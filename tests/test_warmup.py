@@ -42,7 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     random_pair(folder, V=64, layers=2, block=4, inner=64)
     return [
         f"target={folder / 'target'}", f"drafter={folder / 'drafter'}", "device=cpu", "dtype=float32",
-        "run.batch=2", "run.chunk=16", "run.nodes=[8]", "step.budget=6",
+        "run.compile=true", "run.batch=2", "run.chunk=16", "run.nodes=[8]", "step.budget=6",
     ]  # fmt: skip
 
 
@@ -116,10 +116,10 @@ def test_warming_again_builds_nothing(warm: tuple[Path, str], pair: list[str]) -
 
 def test_cold_steps_are_named(warm: tuple[Path, str], pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KIMI_FX_CACHE", str(warm[0]))
-    more = [*pair, "run.compile=true", "run.require_warm=true", "run.nodes=[8,16]"]
-    with pytest.raises(ValueError, match="2 of 5 compiled steps are not in .* only the shapes are new"):
+    more = [*pair, "run.require_warm=true", "run.nodes=[8,16]"]
+    with pytest.raises(ValueError, match="2 of 5 compiled steps are not in .* all else in it is as wanted"):
         Engine.load(more)
-    other = [*pair, "run.compile=true", "run.require_warm=true", "dtype=bfloat16"]
+    other = [*pair, "run.require_warm=true", "dtype=bfloat16"]
     with pytest.raises(ValueError, match=r"3 of 3 .* differs in dtype \(float32 there, bfloat16 here\)\): run kimi-fx"):
         Engine.load(other)
 
@@ -146,8 +146,8 @@ def test_one_rank_compiles_and_both_serve(pair: list[str], tmp_path: Path) -> No
 
 def test_kernels_and_reference_cannot_both_be_had(pair: list[str]) -> None:
     with pytest.raises(ValueError, match="run.compile=true .* ops=reference .* choose one"):
-        Engine.load([*pair, "run.compile=true", "ops=reference"])
-    assert Engine.load([*pair, "run.compile=null"], progress=False).rounds is None
+        Engine.load([*pair, "ops=reference"])
+    assert Engine.load([*pair, "run.compile=null", "run.nodes=null"], progress=False).rounds is None
 
 
 @pytest.mark.parametrize("word", ["run.compile=false", "run.require_warm=true"])
@@ -156,13 +156,18 @@ def test_warmup_without_compiling_is_refused(word: str) -> None:
         command([word])
 
 
+def test_warmup_of_what_nothing_would_use() -> None:
+    with pytest.raises(ValueError, match="not compiled on cpu in float32 unless run.compile=true is given"):
+        command(["device=cpu"])
+
+
 def test_settings_that_no_graph_sees(pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KIMI_FX_CACHE", str(tmp_path))
 
     def folder(*words: str) -> Path:
         from kimi_fx.runtime.load import prepare
 
-        rounds = Engine(config := load_config([*pair, "run.compile=true", *words]), prepare(config)).rounds
+        rounds = Engine(config := load_config([*pair, *words]), prepare(config)).rounds
         assert rounds is not None
         return rounds.store.folder
 

@@ -1,21 +1,14 @@
-"""Benchmarks, `kimi-fx bench <name> [key=value …]`. Each prints ratios within one run, and how to repeat it."""
+"""Benchmarks, `kimi-fx bench <name> [key=value …]`. Each prints ratios within one run, and how to repeat it.
 
-from collections.abc import Callable, Sequence
+A name is that of the file whose `run` it calls, which only then is imported.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
 
 from ..rules import nearest
-from . import acceptance, cpu, demo, draft, layer, mla, moe, step, sums
 
-BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
-    "demo": demo.run,
-    "acceptance": acceptance.run,
-    "cpu": cpu.run,
-    "draft": draft.run,
-    "layer": layer.run,
-    "mla": mla.run,
-    "moe": moe.run,
-    "step": step.run,
-    "sums": sums.run,
-}
+BENCHES = ("demo", "acceptance", "cpu", "draft", "layer", "mla", "moe", "step", "sums")
 
 
 def run(args: Sequence[str]) -> int:
@@ -24,4 +17,5 @@ def run(args: Sequence[str]) -> int:
         near = nearest(args[0], BENCHES) if args else None
         hint = f"; did you mean {near}?" if near else "."
         raise ValueError(f"kimi-fx bench needs one of {', '.join(BENCHES)}{hint}")
-    return BENCHES[args[0]](args[1:])
+    code: int = import_module(f".{args[0]}", __name__).run(args[1:])
+    return code

@@ -12,11 +12,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..compose import load_config
+from ..compose import check_used, load_config
 from ..engine import Engine
-from ..inputs import read_prompts
+from ..inputs import check_each, read_prompts
 from ..results import Result
 from ..runtime.buckets import holding
+from ..runtime.load import pick_device, pick_dtype
+from ..runtime.rounds import compiles
 from .record import record, table
 
 CHAIN = 7  # tokens that a chain drafts, with a block of 8
@@ -26,16 +28,22 @@ USUAL = [
     "sampling.ignore_eos=true",
     "sampling.max_tokens=256",
 ]
+OWN = dict.fromkeys(("step", "step.mode", "step.budget", "output", "sampling.n"), "leave it out")  # each has its own
+UNUSED = OWN | dict.fromkeys(("prompt", "ids", "messages"), "give prompts=FILE")
 
 
 def run(overrides: Sequence[str]) -> int:
+    check_used("bench acceptance", overrides, UNUSED)
     config = load_config([*USUAL, *overrides])
-    prompts = [prompt for prompt, _ in read_prompts(config)]
+    read = read_prompts(config)
+    prompts = [prompt.value for prompt in read]
     if (config.sampling.limit or 0) < 2:
         raise ValueError(f"sampling.max_tokens={config.sampling.limit} leaves no verify step to count: give 2 or more.")
-    nodes = config.run.nodes or tuple(sorted({1, *map(holding, (CHAIN, *config.budgets))}))
-    config = replace(config, run=replace(config.run, nodes=nodes))
-    engine = Engine.open(config)
+    device = pick_device(config.device)
+    if config.run.nodes is None and compiles(config, device, pick_dtype(config.dtype, device)):
+        nodes = tuple(sorted({1, *map(holding, (CHAIN, *config.budgets))}))
+        config = replace(config, run=replace(config.run, nodes=nodes))
+    engine = Engine.open(config, check=lambda engine: check_each(read, engine.check))
     cases: list[tuple[str, dict[str, Any]]] = [("plain", {"mode": "plain"}), ("chain", {"mode": "chain"})]
     cases += [(f"tree of {n} ({n + 1} nodes)", {"mode": "tree", "budget": n}) for n in config.budgets]
     rows, plain = [["", "acceptance", "by depth", "nodes a step", "tokens/s", "over plain"]], 0.0
@@ -53,11 +61,13 @@ def run(overrides: Sequence[str]) -> int:
 
 
 def generate(engine: Engine, prompts: list[Any], name: str, **how: Any) -> list[Result]:
-    """Every prompt's result, some batches at a time for the sake of a progress bar on stderr."""
-    size = 4 * engine.config.run.batch
-    groups = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-    bar = tqdm(groups, desc=name, unit=f"{size} prompts")
-    return [result for group in bar for result in engine.generate(group, **how)]
+    """Every prompt's result, some batches at a time for the sake of a progress bar, if a terminal is there."""
+    size, results = 4 * engine.config.run.batch, list[Result]()
+    with tqdm(total=len(prompts), desc=name, unit="prompt", disable=None) as bar:
+        while len(results) < len(prompts):
+            results += engine.generate(prompts[len(results) : len(results) + size], **how)
+            bar.update(len(results) - bar.n)
+    return results
 
 
 def row(results: Sequence[Result]) -> list[str]:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..compose import load_config
-from ..config import Mode, package_path
+from ..compose import check_used, load_config
+from ..config import KEYS, LIMIT_NAMES, Mode
 from ..engine import Engine
-from ..inputs import read_prompts
-from .huggingface import huggingface
+from ..inputs import check_each, read_prompts
+from ..runtime.load import target_folder
+from .acceptance import UNUSED
+from .huggingface import check_installed, huggingface
 from .record import record, say, table
 
 USUAL = [
@@ -24,17 +26,20 @@ USUAL = [
     "limit=12",
     "sampling.max_tokens=128",
 ]
+LIMIT = {f"sampling.{name}" for name in LIMIT_NAMES}
+SAMPLING = dict.fromkeys({key for key in KEYS if key.startswith("sampling.")} - LIMIT, "its texts are greedy")
 Way = Callable[[list[int]], list[int]]
 
 
 def run(overrides: Sequence[str]) -> int:
+    check_used("bench cpu", overrides, UNUSED | SAMPLING)
+    check_installed()
     config = load_config([*USUAL, *overrides])
-    if config.sampling.temperature:
-        raise ValueError("bench cpu compares greedy texts: leave sampling.temperature unset.")
-    prompts = [ids for ids, _ in read_prompts(config)]
+    read = read_prompts(config)
+    prompts = [prompt.value for prompt in read]
     tokens = config.sampling.limit or 1
-    engine = Engine.open(config)
-    peer = huggingface(package_path(config.target.path or ""), engine.model.target.lora_norm_eps)
+    engine = Engine.open(config, check=lambda engine: check_each(read, engine.check))
+    peer = huggingface(target_folder(config), engine.model.target.lora_norm_eps)
 
     def ours(mode: Mode, budget: int | None) -> Way:
         how = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}

@@ -3,17 +3,20 @@
 import time
 from collections.abc import Sequence
 
-from ..compose import load_config
+from ..compose import check_used, load_config
 from ..config import Mode
 from ..engine import Engine
 from ..results import Delta
+from .acceptance import OWN
 from .record import record
 
 PROMPT = 'class Stack:\n    """A simple LIFO stack."""\n\n    def __init__(self):\n'
 BUDGET = 7
+UNUSED = OWN | dict.fromkeys(("prompts", "ids", "messages", "limit"), "give prompt=") | {"budgets": "leave it out"}
 
 
 def run(overrides: Sequence[str]) -> int:
+    check_used("bench demo", overrides, UNUSED)
     usual = ["sampling.temperature=0", "sampling.max_tokens=160", "run.threads=1"]  # threads do not help one stream
     config = load_config([*usual, *overrides])
     if (config.sampling.limit or 0) < 2:

@@ -5,6 +5,7 @@ that no call is measured alone and none finds its data in a cache.
 """
 
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..config import package_path
 from .record import table
 
 REPLAYS, WARM = 15, 3
@@ -80,30 +82,51 @@ def seconds(replay: Callable[[], object]) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
+def given(name: str, known: Sequence[str], overrides: Sequence[str]) -> dict[str, str]:
+    """What was given as `key=value`. ValueError for other keys."""
+    words = dict(word.partition("=")[::2] for word in overrides)
+    if strange := [key for key in words if key not in known]:
+        raise ValueError(f"bench {name} takes {', '.join(known[:-1])} and {known[-1]}, found {', '.join(strange)}.")
+    return words
+
+
+def listed(text: str) -> list[str]:
+    """The words of `[a,b]`."""
+    return [word.strip() for word in text.strip("[]").split(",") if word.strip()]
+
+
 def asked(name: str, known: Sequence[str], overrides: Sequence[str]) -> tuple[dict[str, list[str]], Path]:
     """The lists given as `key=[a,b]`, and `folder=`. ValueError for other keys, no folder, or no CUDA device."""
-    words = dict(word.partition("=")[::2] for word in overrides)
-    folder = Path(words.pop("folder", "."))
-    if not set(words) <= set(known):
-        raise ValueError(f"bench {name} takes {', '.join(known)} and folder, found {', '.join(words)}.")
+    words = given(name, [*known, "folder"], overrides)
+    try:
+        folder = package_path(wanted := words.pop("folder", "."))
+    except ValueError as error:
+        raise ValueError(f"folder={wanted}: {error}") from None
     if not torch.cuda.is_available():
         raise ValueError(f"bench {name} needs a CUDA device, none is visible.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"bench {name} cannot make folder={folder}: {error.strerror}.") from error
-    return {key: [w.strip() for w in text.strip("[]").split(",") if w.strip()] for key, text in words.items()}, folder
+    return {key: listed(text) for key, text in words.items()}, folder
 
 
 def numbers(key: str, words: Sequence[str], least: int, most: int, step: int = 1) -> list[int]:
-    """A list's numbers. ValueError for anything else, for none, or for one that is out of range."""
+    """A list's numbers, each once. ValueError for anything else, for none, or for one that is out of range."""
     range_ = f"multiples of {step} from {least} to {most}" if step > 1 else f"numbers from {least} to {most}"
     for word in words:
-        if not word.isdigit() or not least <= int(word) <= most or int(word) % step:
+        if not re.fullmatch("[0-9]{1,18}", word) or not least <= int(word) <= most or int(word) % step:
             raise ValueError(f"{key} takes {range_}, found {word}.")
     if not words and key != "peers":
         raise ValueError(f"{key} takes one or more {range_}, found none.")
-    return [int(word) for word in words]
+    return list(dict.fromkeys(map(int, words)))
+
+
+def some_of(key: str, words: Sequence[str], choices: Sequence[object]) -> list[str]:
+    """A list's words, each once. ValueError for none, or for one that is not among the choices."""
+    if not words or not set(words) <= set(map(str, choices)):
+        raise ValueError(f"{key} takes some of {', '.join(map(str, choices))}, found {', '.join(words) or 'none'}.")
+    return list(dict.fromkeys(words))
 
 
 def result(card: Rates, cells: Cells) -> dict[str, Any]:

@@ -3,12 +3,21 @@
 Needs the `test` extra; the import waits until it is asked for.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..checkpoint.files import read_json
+
+
+def check_installed() -> None:
+    """Raises ValueError where a package is missing that the model needs."""
+    missing = [name for name in ("transformers", "compressed_tensors") if find_spec(name) is None]
+    if missing:
+        names = " and ".join(name.replace("_", "-") for name in missing)
+        raise ValueError(f"Hugging Face needs {names}: pip install 'kimi-fx[test]', or -e '.[test]' in a clone.")
 
 
 def huggingface(folder: Path, lora_norm_eps: float | None = None) -> Any:
@@ -28,10 +37,8 @@ def huggingface(folder: Path, lora_norm_eps: float | None = None) -> Any:
 
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     """The model as transformers loads it, and what it has to say about the names."""
-    try:
-        from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-    except ImportError:
-        raise ValueError("Hugging Face transformers is not installed: pip install 'kimi-fx[test]'.") from None
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
     whole = read_json(folder / "config.json")
     settings = whole.get("text_config", whole) | {"model_type": "deepseek_v3"}
     loaded: Any = DeepseekV3ForCausalLM.from_pretrained(

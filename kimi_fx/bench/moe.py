@@ -20,7 +20,7 @@ from ..ops.marlin import GROUP
 from ..ops.marlin_moe import marlin_moe
 from ..ops.norm_route import choose, counters_of
 from ..runtime.build import load_kernels
-from .device import Cells, Rates, asked, heat_map, numbers, per_layer, rates, report, result
+from .device import Cells, Rates, asked, heat_map, numbers, per_layer, rates, report, result, some_of
 from .record import say
 
 E, K, D = 384, 8, 7168  # Kimi K2
@@ -182,9 +182,7 @@ def measure_width(
 def chosen(given: dict[str, list[str]]) -> tuple[list[Shape], list[int]]:
     """What to measure, and at which tokens the peer runs; without lists the standard cells."""
     lists = DEFAULTS | {key: numbers(key, given[key], *LIMITS[key]) for key in LIMITS if key in given}
-    lists |= {"routing": given.get("routing", DEFAULTS["routing"])}
-    if not lists["routing"] or not set(lists["routing"]) <= set(ROUTINGS):
-        raise ValueError(f"routing takes some of {', '.join(ROUTINGS)}, found {', '.join(lists['routing']) or 'none'}.")
+    lists |= {"routing": some_of("routing", given.get("routing", DEFAULTS["routing"]), ROUTINGS)}
     if not set(given) - {"peers"}:
         return STANDARD, lists["peers"]
     return [Shape(t, i, r) for i, r, t in product(*(lists[key] for key in ("inner", "routing", "tokens")))], lists[

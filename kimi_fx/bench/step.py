@@ -31,7 +31,7 @@ from ..runtime.build import load_kernels
 from ..runtime.builders import build_all
 from ..runtime.flight import Flight, copied
 from .bars import bars
-from .device import Cells, Rates, asked, median, numbers, rates, report, result
+from .device import Cells, Rates, asked, median, numbers, rates, report, result, some_of
 from .rank import (
     INIT,
     Rank,
@@ -60,6 +60,7 @@ DEFAULTS: dict[str, list[Any]] = {
     "routing": list(KINDS),
     "acceptance": [4],
 }
+LIMITS = {"batch": (1, 64), "context": (1, MOST)}
 
 
 @dataclass(frozen=True)
@@ -73,29 +74,28 @@ class Cell:
         return f"batch {self.batch}, {self.nodes} nodes, {self.context:,} tokens, {self.routing}"
 
 
-def chosen(given: dict[str, list[Any]]) -> tuple[list[Cell], float]:
-    """Cells, those of one compiled round together, and tokens a round to reckon with. ValueError for what cannot be."""
-    asked_for = DEFAULTS | given
-    batch, nodes, context = (
-        numbers(key, list(map(str, asked_for[key])), 1, MOST) for key in ("batch", "nodes", "context")
-    )
-    routing, words = asked_for["routing"], asked_for["acceptance"]
-    if not set(nodes) <= set(NODE_BUCKETS):
-        raise ValueError(f"nodes takes some of {listed(NODE_BUCKETS)}, found {listed(nodes)}.")
-    if not set(routing) <= set(KINDS):
-        raise ValueError(f"routing takes some of {listed(KINDS)}, found {listed(routing)}.")
+def chosen(given: dict[str, list[str]], block: int) -> tuple[list[Cell], float]:
+    """Cells, those of one compiled round together, and tokens a round to reckon with. Says which cells are too large.
+    ValueError for what cannot be. `block`: the drafter's slots, so many tokens a round can give."""
+    words = {key: list(map(str, values)) for key, values in DEFAULTS.items()} | given
+    batch, context = (numbers(key, words[key], *limits) for key, limits in LIMITS.items())
+    nodes = list(map(int, some_of("nodes", words["nodes"], NODE_BUCKETS)))
+    routing = some_of("routing", words["routing"], KINDS)
+    most = min(block, max(nodes))
     try:
-        (acceptance,) = map(float, words)
+        (acceptance,) = map(float, given.get("acceptance", [min(DEFAULTS["acceptance"][0], most)]))
     except ValueError:
-        raise ValueError(f"acceptance is one number, tokens a round, found {listed(words)}.") from None
+        acceptance = 0.0
+    if not 1 <= acceptance <= most:
+        found = ", ".join(words["acceptance"]) or "none"
+        raise ValueError(f"acceptance is one number from 1 to {most}, tokens a round, found {found}.")
+    large = [f"{b} x {c:,}" for b, c in product(batch, context) if b * c > MOST]
     cells = [Cell(*values) for values in product(batch, nodes, context, routing) if values[0] * values[2] <= MOST]
     if not cells:
         raise ValueError(f"bench step holds {MOST:,} tokens, no batch x context is that small: lower one of them.")
+    if large:
+        say(f"left out, as bench step holds {MOST:,} tokens: batch x context of {', '.join(large)}")
     return cells, acceptance
-
-
-def listed(values: Sequence[Any]) -> str:
-    return ", ".join(map(str, values))
 
 
 def geometry() -> tuple[Config, Model]:
@@ -225,8 +225,9 @@ def run(overrides: Sequence[str]) -> int:
     """Takes `batch=[1] nodes=[16,64] context=[5500] routing=[uniform]`, `acceptance=4` tokens a round for tokens/s,
     and `folder=` for step.jsonl, a line a cell as it comes, and step.json and step.svg at the end."""
     given, folder = asked("step", list(DEFAULTS), overrides)
-    cells, acceptance = chosen(given)
     config, model = geometry()
+    assert model.drafter
+    cells, acceptance = chosen(given, model.drafter.block)
     check_fits(device_bytes(model, room_for(cells)), torch.cuda.mem_get_info()[0])
     device = torch.device("cuda")
     load_kernels(device)

@@ -7,7 +7,7 @@ the median of one replay. Numbers are those of the slowest rank.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.configs import read_target
 from ..compose import conf_folder, load_config
-from ..config import PAGE, Config
+from ..config import PAGE, Config, TargetModel
 from ..graphs.axis import Axis, psum
 from ..graphs.state import Model, empty_pool, empty_state
 from ..ops import KERNELS
@@ -28,11 +28,11 @@ from ..ops.peer_sum import JOINED
 from ..request import Plan
 from ..runtime.buckets import Chunk
 from ..runtime.build import load_kernels
-from ..runtime.load import Loaded, Text, pick_device, rank_device, settled
+from ..runtime.load import Loaded, Text, rank_device, settled
 from ..runtime.ranks import GROUP, Place, Ranks, follow_once, own_place
 from ..runtime.rounds import Rounds
 from ..warmup import random_weights
-from .device import captured, median, numbers
+from .device import captured, given, listed, median, numbers
 from .rank import seat_all
 from .record import table
 from .trace import Kernel, traced
@@ -42,15 +42,17 @@ CALLS = 40
 CONTEXT = 5500
 WAYS = ("near", "nccl")
 DEFAULTS = {"tokens": "[1,8,16,32,64]", "pass": "[16,64]", "layers": "[8]"}
+SETTINGS = ["mesh.tp", "mesh.timeout"]
 SUMS = ("peer_sum_kernel", "nccl")  # in the names of their kernels
 Asked = dict[str, list[int]]
 
 
 def run(overrides: Sequence[str]) -> int:
-    """Takes `tokens=[1,8]` of the sums alone, `pass=[16]` of the forward pass, `layers=[8]`, and settings of `mesh`."""
-    words = dict(word.partition("=")[::2] for word in overrides)
-    asked = {key: listed(key, words.pop(key, value)) for key, value in DEFAULTS.items()}
-    config = load_config(["target=kimi_k2_6", *(f"{key}={value}" for key, value in words.items())])
+    """Takes `tokens=[1,8]` of the sums alone, `pass=[16]` of the forward pass and its `layers=[8]`, `mesh.tp=2` and
+    `mesh.timeout=10`."""
+    words = given("sums", [*DEFAULTS, *SETTINGS], overrides)
+    asked = chosen(DEFAULTS | words)
+    config = load_config(["target=kimi_k2_6", *(f"{key}={words[key]}" for key in SETTINGS if key in words)])
     place = own_place(config)
     if place.port:
         raise ValueError("bench sums starts its ranks itself: call it without torchrun.")
@@ -74,8 +76,17 @@ def run(overrides: Sequence[str]) -> int:
     return 0
 
 
-def listed(key: str, text: str) -> list[int]:
-    return numbers(key, text.strip("[]").split(","), 1, 4096)
+def chosen(words: Mapping[str, str]) -> Asked:
+    """The lists to measure. ValueError for what cannot be."""
+    limits = {"tokens": 4096, "pass": 4096, "layers": kimi().layers}
+    lists = {key: numbers(key, listed(words[key]), 1, most) for key, most in limits.items()}
+    if len(lists["layers"]) > 1:
+        raise ValueError(f"layers is one number, found {', '.join(map(str, lists['layers']))}.")
+    return lists
+
+
+def kimi() -> TargetModel:
+    return read_target(conf_folder() / "target/kimi_k2_6", None)
 
 
 def main(place: dict[str, Any]) -> int:
@@ -87,7 +98,7 @@ def main(place: dict[str, Any]) -> int:
 def take_part(ranks: Ranks, asked: Asked | None = None) -> Iterator[dict[str, float]]:
     """The same on all ranks; a row of numbers each."""
     config, place = ranks.config, ranks.place
-    device = rank_device(config.device, pick_device(config.device), place)
+    device = rank_device(config.device, place)
     load_kernels(device)
     mesh = ranks.join(device)
     if place.rank == 0:
@@ -106,8 +117,7 @@ def take_part(ranks: Ranks, asked: Asked | None = None) -> Iterator[dict[str, fl
 
 def slice_of(layers: int, axis: Axis) -> Model:
     """The first layers of Kimi K2.6, no drafter."""
-    whole = read_target(conf_folder() / "target/kimi_k2_6", None)
-    return Model(replace(whole, layers=layers), None, KERNELS, axis)
+    return Model(replace(kimi(), layers=layers), None, KERNELS, axis)
 
 
 def alone(tokens: int, D: int, axis: Axis, device: torch.device) -> dict[str, float]:

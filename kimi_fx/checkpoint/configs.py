@@ -11,7 +11,21 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from ..config import DrafterModel, TargetModel
-from .fields import ANY, COUNT, NUMBER, SIZE, Json, differing, is_kind, malformed, read_rope, rope_problems
+from .fields import (
+    ANY,
+    COUNT,
+    FLAG,
+    NUMBER,
+    OBJECT,
+    SIZE,
+    Json,
+    differing,
+    is_kind,
+    malformed,
+    malformed_if_given,
+    read_rope,
+    rope_problems,
+)
 from .files import CheckpointError, read_json, refuse
 
 GROUP = 32  # inputs that share one INT4 scale
@@ -29,6 +43,7 @@ DRAFTER_KEYS = {
     "head_dim": SIZE, "intermediate_size": SIZE, "rms_norm_eps": NUMBER, "max_position_embeddings": SIZE,
     "block_size": SIZE, "target_layer_ids": ANY, "mask_token_id": ANY,
 }  # fmt: skip
+DRAFTER_FLAGS = {"is_causal": FLAG, "causal": FLAG, "use_swa": FLAG}  # may be absent
 # The one value the graphs implement. An absent key is taken to agree.
 TARGET_FIXED = {
     "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
@@ -61,7 +76,7 @@ def understood(read: Callable[Concatenate[Path, P], M]) -> Callable[Concatenate[
             return read(folder, *args, **kwargs)
         except CheckpointError:
             raise
-        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
+        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
             kind = type(error).__name__
             what = f"a value is not of the expected kind ({kind}: {error})"
             raise CheckpointError(f"{folder}/config.json: {what}") from None
@@ -77,6 +92,7 @@ def read_target(
     """Geometry of a Kimi K2.x text model. Raises CheckpointError with everything missing or not supported."""
     where = f"{folder}/config.json"
     whole = read_json(folder / "config.json")
+    refuse(where, malformed_if_given(whole, {"text_config": OBJECT, "quantization_config": OBJECT}))
     text = whole.get("text_config", whole)
     kinds = dict.fromkeys(config["model_type"] for config in (whole, text) if "model_type" in config)
     strange = [kind for kind in kinds if kind not in TARGET_TYPES]
@@ -126,11 +142,13 @@ def read_drafter(
     """
     where = f"{folder}/config.json"
     config = read_json(folder / "config.json")
+    refuse(where, malformed_if_given(config, {"dflash_config": OBJECT}))
     config |= config.get("dflash_config") or {}
     if config.get("architectures") != ["DFlashDraftModel"]:
         found = config.get("architectures")
         refuse(where, [f"architectures is {found}, only ['DFlashDraftModel'] is supported"])
-    problems = malformed(config, DRAFTER_KEYS) + differing(config, DRAFTER_FIXED) + rope_problems(config)
+    problems = malformed(config, DRAFTER_KEYS) + malformed_if_given(config, DRAFTER_FLAGS)
+    problems += differing(config, DRAFTER_FIXED) + rope_problems(config)
     dflash2 = [key for key in config if key.startswith(DFLASH2) and config[key]]
     problems += [f"{key} is {config[key]!r}: DFlash 2 is not supported" for key in dflash2]
     refuse(where, problems)
@@ -241,4 +259,4 @@ def _masks(config: Json, cap: int | None) -> tuple[tuple[int, ...], tuple[bool, 
     if cap is not None:
         windows = [min(window, cap) if window else cap for window in windows]
     decided = [config[key] for key in ("is_causal", "causal") if config.get(key) is not None]
-    return tuple(windows), tuple([bool(decided[0])] * len(sliding) if decided else sliding)
+    return tuple(windows), tuple([decided[0]] * len(sliding) if decided else sliding)

@@ -10,8 +10,13 @@ from ..config import Rope
 
 Json = dict[str, Any]
 
-SIZE, COUNT, NUMBER = "a whole number of at least 1", "a whole number of at least 0", "a number above 0"
+SIZE, COUNT = "a whole number of at least 1", "a whole number of at least 0"
+NUMBER, AMOUNT = "a number above 0", "a number of at least 0"
+FLAG, OBJECT = "true or false", "an object"
 ANY = ""
+YARN = {  # keys that it can do without
+    "beta_fast": NUMBER, "beta_slow": NUMBER, "mscale": AMOUNT, "mscale_all_dim": AMOUNT, "attention_factor": NUMBER,
+}  # fmt: skip
 
 
 def malformed(config: Json, keys: dict[str, str]) -> list[str]:
@@ -22,12 +27,19 @@ def malformed(config: Json, keys: dict[str, str]) -> list[str]:
     return problems + [f"{key} is {config[key]!r}, not {keys[key]}" for key in wrong]
 
 
+def malformed_if_given(config: Json, keys: dict[str, str]) -> list[str]:
+    """As `malformed`, of keys that may be absent."""
+    return malformed(config, {key: kind for key, kind in keys.items() if config.get(key) is not None})
+
+
 def is_kind(value: Any, kind: str) -> bool:
     if kind == ANY:
         return True
-    if isinstance(value, bool) or not isinstance(value, int | float if kind == NUMBER else int):
+    if kind in (FLAG, OBJECT):
+        return isinstance(value, bool if kind == FLAG else dict)
+    if isinstance(value, bool) or not isinstance(value, int | float if kind in (NUMBER, AMOUNT) else int):
         return False
-    return math.isfinite(value) and (value >= 0 if kind == COUNT else value > 0)
+    return math.isfinite(value) and (value >= 0 if kind in (COUNT, AMOUNT) else value > 0)
 
 
 def differing(config: Json, fixed: Json) -> list[str]:
@@ -43,15 +55,17 @@ def _rope_settings(config: Json) -> Json:
 
 
 def rope_problems(config: Json) -> list[str]:
+    if problems := malformed_if_given(config, {"rope_parameters": OBJECT, "rope_scaling": OBJECT}):
+        return problems
     settings = _rope_settings(config)
     kind = settings["rope_type"]
     if kind not in ("default", "yarn"):
         return [f"rope type {kind!r} is not supported, only 'yarn' or none"]
     keys = {"rope_theta": NUMBER}
     if kind == "yarn":
-        given = {key: NUMBER for key in ("beta_fast", "beta_slow") if settings.get(key) is not None}
-        keys |= {"factor": NUMBER, "original_max_position_embeddings": SIZE} | given
+        keys |= {"factor": NUMBER, "original_max_position_embeddings": SIZE}
     problems = malformed(settings, keys) + differing(settings, {"truncate": True})
+    problems += malformed_if_given(settings, YARN) if kind == "yarn" else []
     problems += [f"rope settings for {key} alone are not supported" for key in settings if key.endswith("_attention")]
     if kind == "yarn" and not problems and settings["factor"] < 1:
         problems.append(f"rope factor is {settings['factor']}, at least 1 is needed")

@@ -1,13 +1,15 @@
 """What a checkpoint folder holds: its JSON files, its shards and every tensor's place, from headers alone.
 
 Reads no tensor data. Whatever is wrong with the files themselves (an absent or extra shard, a Git LFS
-pointer, a web page saved as a shard, a truncated download) is found here, all of it in one message. Does not
-know which tensors a model needs: see `preflight.py`.
+pointer, a web page saved as a shard, a truncated download, a header that safetensors refuses) is found here, all
+of it in one message. Does not know which tensors a model needs: see `preflight.py`.
 """
 
 import json
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -59,17 +61,50 @@ def first_few(items: Iterable[Any], limit: int = 3) -> str:
     return ", ".join(found[:limit]) + more
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError when the file is absent or holds anything else."""
-    if not path.parent.is_dir():
-        raise CheckpointError(f"{path.parent}: no such folder")
-    if not path.is_file():
-        raise CheckpointError(f"{path.parent}: holds no {path.name}")
-    data = path.read_bytes()
+@contextmanager
+def reading(what: Path | str) -> Iterator[None]:
+    """A CheckpointError that names the file or folder which the system does not let us read."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{what}: cannot be read ({error.strerror})") from None
+
+
+def read_file(path: Path) -> bytes:
+    """All bytes of a file. Raises CheckpointError when it is absent, cannot be read or is only a stand-in."""
+    with reading(path):
+        if not path.parent.is_dir():
+            raise CheckpointError(f"{path.parent}: no such folder")
+        if not os.path.lexists(path):
+            raise CheckpointError(f"{path.parent}: holds no {path.name}")
+        data = path.read_bytes()
     if problem := stand_in(data):
         raise CheckpointError(f"{path}: {problem}")
+    return data
+
+
+def read_text(path: Path) -> str:
+    """A file of text. Raises CheckpointError as `read_file` does, and when it is not in UTF-8."""
     try:
-        value = json.loads(data)
+        return read_file(path).decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not a text in UTF-8 (byte {error.start:,}: {error.reason})") from None
+
+
+def parse_json(text: str | bytes, **hooks: Any) -> Any:
+    """What a JSON text says. Raises ValueError for anything else, and for lists in lists beyond what Python reads."""
+    try:
+        return json.loads(text, **hooks)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError as `read_file` does, and when the file holds anything else."""
+    try:
+        value = parse_json(read_file(path))
+    except CheckpointError:
+        raise
     except ValueError as error:
         raise CheckpointError(f"{path}: not JSON ({error})") from None
     if not isinstance(value, dict):
@@ -83,9 +118,10 @@ def read_entries(folder: Path) -> dict[str, Entry]:
     The files are those of `model.safetensors.index.json`, else `model.safetensors`, else all of
     `model-*.safetensors`. Raises CheckpointError with all problems of all files.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
-    index, shards, problems = _shards(folder)
+    with reading(folder):
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder")
+        index, shards, problems = _shards(folder)
     entries: dict[str, Entry] = {}
     for file in shards:
         try:
@@ -102,27 +138,28 @@ def read_entries(folder: Path) -> dict[str, Entry]:
 
 def _shards(folder: Path) -> tuple[dict[str, str], list[Path], list[str]]:
     """The index's map (empty without one), the shards that are there, and what is wrong with the set."""
-    present = sorted(folder.glob("*.safetensors"))
-    if (folder / INDEX).is_file():
+    listed = sorted(folder.glob("*.safetensors"))
+    present = {file for file in listed if file.exists()}  # not a link to nothing
+    if os.path.lexists(folder / INDEX):
         index = _weight_map(folder / INDEX)
         wanted = {folder / name for name in set(index.values())}
         origin = "the index names"
     else:
         index = {}
         single = folder / "model.safetensors"
-        wanted = {single} if single in present else set(_numbered(folder, present))
+        wanted = {single} if single in listed else set(_numbered(folder, listed))
         origin = "the shards' numbering asks for"
-    if not present and not wanted:
+    if not listed and not wanted:
         what = "an empty folder" if not any(folder.iterdir()) else "no safetensors file"
         raise CheckpointError(f"{folder}: {what}, nothing to load")
     problems = []
-    if absent := sorted(wanted - set(present)):
+    if absent := sorted(wanted - present):
         which = first_few(file.name for file in absent)
         problems.append(f"{len(absent):,} of {len(wanted):,} files {origin} are absent: {which}")
-    if extra := sorted(set(present) - wanted):
+    if extra := sorted(present - wanted):
         which = first_few(file.name for file in extra)
         problems.append(f"{len(extra):,} files are no part of the checkpoint, move them away: {which}")
-    return index, sorted(wanted & set(present)), problems
+    return index, sorted(wanted & present), problems
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -132,11 +169,11 @@ def _weight_map(path: Path) -> dict[str, str]:
     return index
 
 
-def _numbered(folder: Path, present: list[Path]) -> list[Path]:
+def _numbered(folder: Path, listed: list[Path]) -> list[Path]:
     """`model-*` shards; with `-of-N` names all N of them, the absent ones too."""
-    shards = [file for file in present if file.name.startswith("model-")]
+    shards = [file for file in listed if file.name.startswith("model-")]
     for file in shards:
-        if match := re.fullmatch(r"model-(\d+)-of-(\d+)\.safetensors", file.name):
+        if match := re.fullmatch(r"model-([0-9]+)-of-([0-9]{1,6})\.safetensors", file.name):
             width, count = len(match[1]), int(match[2])
             return [folder / f"model-{n:0{width}}-of-{match[2]}.safetensors" for n in range(1, count + 1)]
     return shards
@@ -158,10 +195,11 @@ def _against_index(index: dict[str, str], entries: dict[str, Entry]) -> list[str
 def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of one safetensors file, from its header.
 
-    Raises CheckpointError for a stand-in, a damaged header, or data shorter or longer than the header says.
+    Raises CheckpointError for what cannot be read, a stand-in, a damaged header, tensors that do not fill the data
+    one after another, or data shorter or longer than the header says.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with reading(file.name), file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
         start = stream.read(512)
         length = int.from_bytes(start[:8], "little")
         if problem := stand_in(start):
@@ -173,12 +211,14 @@ def read_header(file: Path) -> dict[str, Entry]:
     if len(text) < length:
         raise CheckpointError(f"{file.name}: truncated, {size:,} bytes of a header of {8 + length:,}")
     try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
+        header = parse_json(text.decode())
+        notes = header.pop("__metadata__", None) or {}
+        if not all(isinstance(note, str) for note in notes.values()):
+            raise ValueError(f"__metadata__ is {notes}, not texts by name")
         entries = {name: _entry(file, spec) for name, spec in header.items()}
+        promised = 8 + length + _end(entries)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file.name}: its header is damaged ({type(error).__name__}: {error})") from None
-    promised = 8 + length + max((entry.end for entry in entries.values()), default=0)
     if size != promised:
         state = "truncated" if size < promised else "too long"
         raise CheckpointError(f"{file.name}: {state}, the header says {promised:,} bytes, the file has {size:,}")
@@ -187,9 +227,22 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 def _entry(file: Path, spec: dict[str, Any]) -> Entry:
     dtype, shape, (start, end) = DTYPES[spec["dtype"]], tuple(spec["shape"]), spec["data_offsets"]
-    if not 0 <= start <= end or end - start != prod(shape) * dtype.itemsize:
+    numbers = (*shape, start, end)
+    if {*map(type, numbers)} != {int} or min(numbers) < 0 or max(numbers) >= 2**63:
+        raise ValueError(f"shape {list(shape)} at {[start, end]}, not whole numbers")
+    if end - start != prod(shape) * dtype.itemsize:
         raise ValueError(f"{end - start} bytes for {spec['dtype']} {list(shape)}")
     return Entry(file, dtype, shape, start, end)
+
+
+def _end(entries: dict[str, Entry]) -> int:
+    """Where the data ends. Raises ValueError where it does not begin at 0, overlaps, or has a hole."""
+    end = 0
+    for start, after, name in sorted((entry.start, entry.end, name) for name, entry in entries.items()):
+        if start != end:
+            raise ValueError(f"{name} begins at byte {start:,} of the data, where {end:,} is next")
+        end = after
+    return end
 
 
 def stand_in(data: bytes) -> str | None:

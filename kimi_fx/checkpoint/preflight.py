@@ -111,7 +111,7 @@ def _listed(kind: str, tensors: list[tuple[str, str]]) -> list[str]:
         return []
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, complaint in tensors:
-        alike[re.sub(r"(?<=\.)\d+(?=\.)", "*", name), complaint].append(name)
+        alike[re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", name), complaint].append(name)
     lines = [
         (f"{len(group):,} x {pattern}, first {group[0]}" if len(group) > 1 else group[0])
         + (f": {complaint}" if complaint else "")

@@ -71,7 +71,7 @@ def check(logits: Tensor, anchor: Tensor, budget: Tensor, width: Tensor, nodes: 
 def reference(
     logits: Tensor,  # [B, S-1, V] any float; row d: the drafter's marginal of tokens d + 1 below the root
     anchor: Tensor,  # [B] i64
-    budget: Tensor,  # [B] i64 nodes at most, root excluded
+    budget: Tensor,  # [B] i64 nodes at most, root excluded; below 0 as 0
     width: Tensor,  # [B] i64 best tokens of a depth used
     nodes: int,
     max_width: int,

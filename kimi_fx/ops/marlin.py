@@ -9,6 +9,8 @@ over ranks; that comes first. Working memory is some 3 bytes a weight: call with
 import torch
 from torch import Tensor
 
+from .shapes import agree, require
+
 GROUP = 32  # inputs that share a scale
 TILE_IN, TILE_OUT = 16, 64  # what a tile covers
 
@@ -38,40 +40,45 @@ def marlin_pack(
     k = 8 hi + 2j + lo and n = 16g + 8 half + c, nibble 4 lo + 2 half + hi: the mask 0x000f000f then picks
     the pair (lo = 0, 1) that one 32-bit register of an m16n8k16 operand holds.
 
-    ValueError unless K is a multiple of 32 and N of 64.
+    ValueError for another shape or dtype, or unless K is a multiple of 32 and N of 64.
     """
-    E, N, K = words.shape[0], words.shape[1], 8 * words.shape[2]
+    E, N, octets = agree("marlin_pack", {"words": (words, "E N K/8", torch.int32)}).values()
+    K = 8 * octets
     _check(K, N)
     codes = _codes(words).view(E, N // TILE_OUT, 4, 2, 8, K // TILE_IN, 2, 4, 2)  # E n g half c k hi j lo
-    return _words(codes.permute(0, 5, 1, 4, 7, 2, 8, 3, 6).reshape(E, K // TILE_IN, -1))
+    return _words(codes.permute(0, 5, 1, 4, 7, 2, 8, 3, 6).reshape(E, K // TILE_IN, TILE_IN * N))
 
 
 def marlin_unpack(
     packed: Tensor,  # [E, K/16, 2N] int32
 ) -> Tensor:
     """Inverse of `marlin_pack`: [E, N, K/8] int32 in compressed-tensors order."""
-    E, K, N = packed.shape[0], TILE_IN * packed.shape[1], packed.shape[2] // 2
+    E, tiles, columns = agree("marlin_unpack", {"packed": (packed, "E K/16 2N", torch.int32)}).values()
+    require("marlin_unpack", columns % 2 == 0, "an even number of columns", columns)
+    K, N = TILE_IN * tiles, columns // 2
     _check(K, N)
     codes = _codes(packed).view(E, K // TILE_IN, N // TILE_OUT, 8, 4, 4, 2, 2, 2)  # E k n c j g lo half hi
     return _words(codes.permute(0, 2, 5, 7, 3, 1, 8, 4, 6).reshape(E, N, K))
 
 
 def marlin_pack_scales(
-    scales: Tensor,  # [E, N, K/32] bf16
+    scales: Tensor,  # [E, N, K/32] any dtype
 ) -> Tensor:
-    """[E, K/32, N] bf16, every 64 columns transposed as 8 x 8, so that a thread's 8 scales are one vector.
+    """[E, K/32, N], every 64 columns transposed as 8 x 8, so that a thread's 8 scales are one vector.
 
     The order is the same where K is a single group. ValueError unless N is a multiple of 64.
     """
-    _check(GROUP * scales.shape[2], scales.shape[1])
+    _, N, groups = agree("marlin_pack_scales", {"scales": (scales, "E N K/32", None)}).values()
+    _check(GROUP * groups, N)
     return _transpose_columns(scales.transpose(1, 2))
 
 
 def marlin_unpack_scales(
-    packed: Tensor,  # [E, K/32, N] bf16
+    packed: Tensor,  # [E, K/32, N] any dtype
 ) -> Tensor:
-    """Inverse of `marlin_pack_scales`: [E, N, K/32] bf16."""
-    _check(GROUP * packed.shape[1], packed.shape[2])
+    """Inverse of `marlin_pack_scales`: [E, N, K/32]."""
+    _, groups, N = agree("marlin_unpack_scales", {"packed": (packed, "E K/32 N", None)}).values()
+    _check(GROUP * groups, N)
     return _transpose_columns(packed).transpose(1, 2).contiguous()
 
 

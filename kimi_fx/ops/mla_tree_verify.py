@@ -25,7 +25,12 @@ def schedule_reference(
     heads: int,
 ) -> Tensor:  # i32
     """The work list every layer of a pass shares, see csrc/mla/schedule.h. The reference needs none: zeros."""
-    return length.new_zeros(schedule_size(length.shape[0], nodes, heads))
+    return length.new_zeros(scheduled(length, nodes, heads))
+
+
+def scheduled(length: Tensor, nodes: int, heads: int) -> int:
+    """Numbers in the schedule of these requests. ValueError for lengths of another shape or dtype."""
+    return schedule_size(agree("mla_schedule", {"length": (length, "B", torch.int32)})["B"], nodes, heads)
 
 
 def schedule_size(requests: int, nodes: int, heads: int) -> int:
@@ -104,7 +109,7 @@ mla_tree_verify = torch.library.custom_op("kimi_fx::mla_tree_verify", verify_ref
 
 @mla_schedule.register_fake
 def _(length: Tensor, nodes: int, heads: int) -> Tensor:
-    return length.new_empty(schedule_size(length.shape[0], nodes, heads))
+    return length.new_empty(scheduled(length, nodes, heads))
 
 
 @mla_tree_verify.register_fake
@@ -126,7 +131,7 @@ def _(
 @mla_schedule.register_kernel("cuda")
 def _(length: Tensor, nodes: int, heads: int) -> Tensor:
     loaded = kernels()
-    if loaded is None or not 0 < schedule_size(length.shape[0], nodes, heads) <= SCHEDULE:
+    if loaded is None or not 0 < scheduled(length, nodes, heads) <= SCHEDULE:
         return schedule_reference(length, nodes, heads)
     return loaded.mla_schedule(length.contiguous(), nodes, heads)
 

@@ -39,7 +39,9 @@ def shape_of(config: Config, model: Model, batch: int, nodes: int, wide: bool) -
 
 def buckets(config: Config, model: Model, plan: Plan) -> tuple[Bucket, ...]:
     """All that the configuration asks for, largest first. Raises ValueError for nodes that cannot be had."""
-    nodes = config.run.nodes or sorted({1, holding(plan.budget)})
+    nodes = sorted({1, holding(plan.budget)}) if config.run.nodes is None else config.run.nodes
+    if not nodes:
+        raise ValueError("run.nodes=[] compiles no round: name some, or leave it out.")
     strange = set(nodes) - set(NODE_BUCKETS)
     if strange:
         raise ValueError(f"run.nodes has {min(strange)}: nodes are compiled for {', '.join(map(str, NODE_BUCKETS))}.")
@@ -47,6 +49,8 @@ def buckets(config: Config, model: Model, plan: Plan) -> tuple[Bucket, ...]:
         raise ValueError(f"run.nodes has {max(nodes)}, but without a drafter every round has 1 node.")
     wide = plan.mode != "chain"
     rounds = {shape_of(config, model, b, n, wide) for n in nodes for b in batches(config.run.batch)}
+    if config.drafter.backend == "tensorrt" and not any(min(s.nodes, s.block) > 1 for s in rounds):
+        raise ValueError("drafter.backend=tensorrt makes what drafts, and no compiled round here does: leave it out.")
     chunks = {Chunk(min(PAGE, config.run.chunk)), Chunk(config.run.chunk)}
     return tuple(sorted(rounds | chunks, key=tokens, reverse=True))
 

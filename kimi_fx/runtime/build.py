@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import environment
+from ..config import environment, package_path
 from ..ops.library import kernels
 from .store import told
 
@@ -62,9 +62,8 @@ def build(arch: str) -> Path:
     library, sources, flags = library_for(arch)
     if library.exists():
         return library
-    nvcc = find_nvcc()
-    check_driver(nvcc)
-    with locked(library.parent / f"{library.stem}.lock"):
+    nvcc = compiler(arch)
+    with locked(library.parent / f"{LIBRARY}.lock"):
         if not library.exists():
             print(f"compiling the CUDA kernels for {arch}", file=sys.stderr, flush=True)
             compile_library(nvcc, [s for s in sources if s.suffix != ".h"], flags, library)
@@ -121,12 +120,23 @@ def find_nvcc() -> str:
     return found
 
 
+def compiler(arch: str) -> str:
+    """nvcc. Raises ValueError where there is none, or none that fits the driver and knows the architecture."""
+    nvcc = find_nvcc()
+    check_driver(nvcc)
+    archs = [found for found in run([nvcc, "--list-gpu-code"]).split() if known(found) or found == "sm_90"]
+    if arch.removesuffix("a") not in archs:
+        named = ", ".join(archs).replace("sm_90", "sm_90a")
+        raise ValueError(f"{nvcc} does not know {arch}: it compiles the kernels for {named}.")
+    return nvcc
+
+
 def check_driver(nvcc: str) -> None:
     """Raises ValueError where the driver is of an older CUDA generation than nvcc, RuntimeError for a broken nvcc."""
     number, version = ctypes.c_int(0), run([nvcc, "--version"])
     if torch.cuda.is_available():
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
-    driver, release = number.value, re.search(r"release (\d+)\.(\d+)", version)
+    driver, release = number.value, re.search(r"release ([0-9]+)\.([0-9]+)", version)
     if driver and release and driver // 1000 < int(release[1]):
         raise ValueError(
             f"the driver runs CUDA {driver // 1000}.{driver % 1000 // 10} and nvcc is {release[1]}.{release[2]}: "
@@ -141,22 +151,24 @@ def source_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """KIMI_FX_CACHE, else kimi_fx in the user's cache; made if need be. Raises ValueError where it is no folder,
-    StoreError where it cannot be made."""
+    """KIMI_FX_CACHE, else kimi_fx in the user's cache; made if need be. Raises ValueError where it cannot be."""
     own, shared = environment("KIMI_FX_CACHE"), environment("XDG_CACHE_HOME")
-    folder = (Path(own) if own else Path(shared or "~/.cache") / "kimi_fx").expanduser()
+    wanted = own or f"{shared or '~/.cache'}/kimi_fx"
     try:
-        with told(folder, "set KIMI_FX_CACHE to another folder"):
-            folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"{folder} lies on a file: set KIMI_FX_CACHE to a folder.") from None
+        folder = package_path(wanted)
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"the cache {wanted} cannot be made ({why}): set KIMI_FX_CACHE to another folder.") from None
     return folder
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time; the others wait and then find what it made."""
-    with path.open("w") as file:
+    """One process at a time; the others wait and then find what it made. StoreError where that cannot be arranged."""
+    with told(path.parent, "set KIMI_FX_CACHE to another folder"):
+        file = path.open("w")
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -171,14 +183,18 @@ def command(overrides: Sequence[str]) -> int:
         )
     if not archs and not torch.cuda.is_available():
         raise ValueError(f"no CUDA device is visible to build for: name one or more with arch={','.join(ARCHS)}.")
-    for arch in dict.fromkeys(archs or [own_arch(torch.device("cuda"))]):
+    wanted = dict.fromkeys(archs or [own_arch(torch.device("cuda"))])
+    for arch in wanted:
+        if not library_for(arch)[0].exists():
+            compiler(arch)
+    for arch in wanted:
         print(build(arch), flush=True)
     return 0
 
 
 def known(arch: str) -> bool:
     """Whether nvcc and the kernels know it: 8.0 and up; 9.0 has instructions that only sm_90a names."""
-    number = re.fullmatch(r"sm_(\d{2,3})", arch.removesuffix("a"))
+    number = re.fullmatch(r"sm_([0-9]{2,3})", arch.removesuffix("a"))
     return (
         arch == "sm_90a"
         or number is not None

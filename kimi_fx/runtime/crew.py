@@ -13,8 +13,9 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from threading import Thread
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
+PATIENCE = 5.0  # seconds for a pool to see that its processes have ended
 Given = TypeVarTuple("Given")
 Result = TypeVar("Result")
 
@@ -28,9 +29,12 @@ def crew(size: int) -> Iterator[ProcessPoolExecutor]:
             yield pool
         except BaseException as error:
             members = list((pool._processes or {}).values())
+            manager: Any = pool._executor_manager_thread  # a thread, which its stub does not say
             pool.shutdown(wait=False, cancel_futures=True)
             for member in members:
                 end(member)
+            if manager is not None:  # else it closes its pipe while the interpreter's end writes to that
+                manager.join(PATIENCE)
             if isinstance(error, BrokenProcessPool):
                 raise RuntimeError(
                     "a process that compiles was killed, most likely as memory ran out: what was compiled before is "

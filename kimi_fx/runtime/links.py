@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import P2POp, batch_isend_irecv
 
 from ..config import Config
-from .load import pick_device, pick_dtype, rank_device
+from .load import pick_dtype, rank_device
 from .ranks import Place, Ranks, follow_once
 
 MODULE = "kimi_fx.runtime.links"  # whose `main` a started rank runs
@@ -54,7 +54,7 @@ def main(place: dict[str, Any]) -> int:
 def take_part(ranks: Ranks, asked: tuple[list[int], int] | None = None) -> Iterator[str]:
     """The same exchanges on all ranks; a line each."""
     config, place = ranks.config, ranks.place
-    device = rank_device(config.device, pick_device(config.device), place)
+    device = rank_device(config.device, place)
     ranks.watch.advice = ADVICE
     ranks.meet("ready")  # what a process takes to start is not counted
     ranks.watch.begin()

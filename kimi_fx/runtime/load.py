@@ -1,6 +1,7 @@
 """From a `Config` to what the engine runs on: geometry, weights on the device, tokenizer, stop ids."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from ..checkpoint.files import read_entries
 from ..checkpoint.load import load_drafter, load_target
 from ..checkpoint.preflight import DRAFTER, TARGET, check
 from ..checkpoint.shards import check_divides, local
-from ..compose import sampling_from
-from ..config import Config, SamplingParams, environment, package_path
+from ..compose import sampling_from, show
+from ..config import Config, Mesh, SamplingParams, environment, package_path
 from ..graphs.axis import Axis
 from ..graphs.params import Params, drafter_plan, target_plan
 from ..graphs.state import Model
@@ -60,13 +61,12 @@ class Loaded:
 
 def prepare(config: Config, place: Place | None = None) -> Loaded:
     """Everything that can be checked or read before the weights. Raises ValueError, a sentence a problem."""
-    place, device = place or own_place(config), pick_device(config.device)
-    device = device if place.size == 1 else rank_device(config.device, device, place)
+    place = place or own_place(config)
+    device = rank_device(config.device, place)
     model, folder = read_model(config, device)
     check_divides(model.target, model.drafter, place.size)
     check(target_plan(model.target), read_entries(folder), TARGET, str(folder))
-    if model.drafter and config.drafter.path:
-        drafter = package_path(config.drafter.path)
+    if model.drafter and (drafter := drafter_folder(config)):
         check(drafter_plan(model.drafter), read_entries(drafter), DRAFTER, str(drafter))
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
@@ -85,8 +85,8 @@ def load(config: Config, ready: Loaded | None = None, progress: bool = True, mes
     def read() -> Params:
         target = load_target(target_folder(config), model.target, device, dtype, progress, mesh)
         drafter = None
-        if model.drafter and config.drafter.path:
-            drafter = load_drafter(package_path(config.drafter.path), model.drafter, device, dtype, progress, mesh)
+        if model.drafter and (folder := drafter_folder(config)):
+            drafter = load_drafter(folder, model.drafter, device, dtype, progress, mesh)
         return local(Params(target, drafter))
 
     rank = mesh.get_local_rank("tp") if mesh is not None else 0
@@ -96,7 +96,7 @@ def load(config: Config, ready: Loaded | None = None, progress: bool = True, mes
 
 def read_text(folder: Path, vocab: int) -> Text:
     """Tokenizer, chat template, stop ids and sampling defaults of a checkpoint folder."""
-    tokenizer = load_tokenizer(folder, vocab) if (folder / "tiktoken.model").exists() else None
+    tokenizer = load_tokenizer(folder, vocab) if os.path.lexists(folder / "tiktoken.model") else None
     stops, defaults = stop_ids(folder, tokenizer), generation_defaults(folder)
     if max(stops) >= vocab:
         raise ValueError(f"{folder}: the stop id {max(stops)} is outside the vocabulary of {vocab} ids.")
@@ -112,9 +112,8 @@ def read_model(config: Config, device: torch.device) -> tuple[Model, Path]:
     folder = target_folder(config)
     target = read_target(folder, config.target.lora_norm_eps)
     drafter = None
-    if config.drafter.path is not None:
-        d = config.drafter
-        drafter = read_drafter(package_path(config.drafter.path), target, d.window, d.rope_amplitude)
+    if (found := drafter_folder(config)) is not None:
+        drafter = read_drafter(found, target, config.drafter.window, config.drafter.rope_amplitude)
     axis = Axis(GROUP, config.mesh.tp, bool(config.mesh.near)) if config.mesh.tp > 1 else None
     return Model(target, drafter, pick_ops(config.ops, device), axis), folder
 
@@ -123,31 +122,45 @@ def target_folder(config: Config) -> Path:
     """Raises ValueError where the user has named none."""
     if config.target.path is None:
         raise ValueError("target.path is not set: give the checkpoint's folder, target=/path/to/Kimi-K2.6.")
-    return package_path(config.target.path)
+    return folder_of("target", config.target.path)
+
+
+def drafter_folder(config: Config) -> Path | None:
+    return folder_of("drafter", config.drafter.path) if config.drafter.path else None
+
+
+def folder_of(group: str, path: str) -> Path:
+    folder = package_path(path)
+    if not folder.is_dir():
+        raise ValueError(f"{group}.path={path}: no such folder: give a checkpoint's, or a preset's name as {group}=.")
+    return folder
 
 
 def pick_device(name: str) -> torch.device:
     """`auto` is CUDA where there is one. Raises ValueError for a device that is not here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={name!r} is not a device: use auto, cpu, cuda or cuda:<index>.")
+    device = named_device(name)
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(f"device={name!r} was asked for, but {count} CUDA devices are visible: use cpu or auto.")
     return device
 
 
-def rank_device(name: str, device: torch.device, place: Place) -> torch.device:
-    """The device of a rank. Raises ValueError where a single one was named or its machine has too few."""
-    if device.type == "cpu":
+def named_device(name: str) -> torch.device:
+    """Raises ValueError for what is none, such as an index of the CPU."""
+    with suppress(RuntimeError):
+        device = torch.device(name)
+        if name == "cpu" or device.type == "cuda" and str(device) == name:  # it takes 256 for 0
+            return device
+    raise ValueError(f"device={name!r} is not a device: use auto, cpu, cuda or cuda:<index>.")
+
+
+def rank_device(name: str, place: Place) -> torch.device:
+    """The device of a rank. Raises ValueError where its machine has too few."""
+    device = pick_device(name)
+    if device.type == "cpu" or place.size == 1:
         return device
-    if device.index is not None:
-        raise ValueError(f"device={name} names one device and mesh.tp={place.size} needs one a rank: use device=cuda.")
     count, needed = torch.cuda.device_count(), place.size if place.port == 0 else 1
     if needed > count:
         raise ValueError(f"mesh.tp={place.size} needs {needed} CUDA devices here and {count} are visible.")
@@ -155,22 +168,27 @@ def rank_device(name: str, device: torch.device, place: Place) -> torch.device:
     return torch.device("cuda", 0)  # of a started rank the only one it sees
 
 
-def settled(config: Config, place: Place) -> Config:
+def settled(config: Config, place: Place, planned: bool = False) -> Config:
     """With what rank 0 decides for all: the kind of device, and whether small sums go through the devices' memory.
-    Raises ValueError where that was asked for and cannot be."""
+    Raises ValueError where what was asked for cannot be. `planned`: on CUDA devices elsewhere, joined by NVLink."""
     if place.size == 1:
-        if config.mesh.near:
-            raise ValueError("mesh.near=true, but there is one rank: leave it out, or set mesh.tp to more.")
+        unused = [name for name, value in vars(config.mesh).items() if name != "tp" and value != getattr(Mesh(), name)]
+        if unused:
+            given = f"mesh.{unused[0]}={show(getattr(config.mesh, unused[0]))}"
+            raise ValueError(f"{given}, but there is one rank: leave it out, or set mesh.tp to more.")
         return config
-    device = pick_device(config.device)
-    why = far_apart(config, place, device)
+    if ":" in config.device:
+        given = f"device={config.device} names one device"
+        raise ValueError(f"{given} and mesh.tp={place.size} needs one a rank: use device=cuda.")
+    device = torch.device("cuda") if planned else pick_device(config.device)
+    why = far_apart(config, place, device, planned)
     if config.mesh.near and why:
         raise ValueError(f"mesh.near=true, but {why}: leave it out.")
     kind = device.type if config.device == "auto" else config.device
     return replace(config, device=kind, mesh=replace(config.mesh, near=config.mesh.near is not False and why is None))
 
 
-def far_apart(config: Config, place: Place, device: torch.device) -> str | None:
+def far_apart(config: Config, place: Place, device: torch.device, planned: bool = False) -> str | None:
     """Why small sums cannot go through the devices' memory."""
     if device.type != "cuda":
         return "the ranks are on a CPU"
@@ -178,7 +196,7 @@ def far_apart(config: Config, place: Place, device: torch.device) -> str | None:
         return "ops=reference avoids the kernel for it"
     if place.port and environment("LOCAL_WORLD_SIZE") != str(place.size):
         return "the ranks are on several machines"
-    gap = first_gap(place.size)
+    gap = None if planned else first_gap(place.size)
     return f"no NVLink joins devices {gap[0]} and {gap[1]}" if gap else None
 
 

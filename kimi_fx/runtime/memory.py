@@ -24,7 +24,7 @@ from ..ops.linear import ROWS
 from ..request import Plan
 from .buckets import Bucket, buckets, name, tokens
 from .pages import pages_for
-from .rounds import recorded, wanted
+from .rounds import compiles, recorded
 
 LIBRARIES = 2_000_000_000  # bytes for products' workspaces, NCCL, late kernels, gaps between blocks; not measured
 GRAPH = 50_000_000  # bytes of one captured graph's nodes; not measured
@@ -99,7 +99,7 @@ def memory(ask: Ask, model: Model, dtype: torch.dtype, device: torch.device) -> 
     asked = buckets(ask.config, model, ask.plan)
     needs = {bucket: workspace(bucket, model, dtype, on_cuda, ask.max_len) for bucket in asked}
     step = max(needs.values())
-    captured = recorded(device, dtype) and wanted(ask.config, device, dtype)  # into memory of the graphs' own
+    captured = recorded(device, dtype) and compiles(ask.config, device, dtype)  # into memory of the graphs' own
     return Memory(
         target=target,
         drafter=drafter,
@@ -246,10 +246,11 @@ def check_memory(ask: Ask, model: Model, dtype: torch.dtype, device: torch.devic
         raise ValueError(f"a rank has {room} and its weights take {most}: use a machine or a device of more memory.")
     beside = needed.total - needed.weights - needed.kv
     ways = " or ".join(smaller(ask, fits))
+    otherwise = "raise mesh.tp" if beside < available else "what is beside weights and pool does not fit by itself"
     raise ValueError(
         f"a rank has {gb(available)} and needs {gb(needed.total)}: weights {gb(needed.weights)}, pool {gb(needed.kv)}, "
         f"state, steps and libraries {gb(beside)}: "
-        + (f"use {ways}." if ways else "no context, batch or budget is small enough, raise mesh.tp.")
+        + (f"use {ways}." if ways else f"no context, batch or budget is small enough, {otherwise}.")
     )
 
 

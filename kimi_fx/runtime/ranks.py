@@ -8,6 +8,7 @@ in between. One process group carries both: tensors on CUDA through NCCL, tensor
 import atexit
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -23,8 +24,9 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.shards import AXES
-from ..config import Config, environment, see_only
+from ..config import Config, environment, see_only, with_environment
 from ..graphs.axis import Axis, gather, psum, rows_of_columns
+from ..signals import Stopped, handle
 from .peers import part, share
 from .watch import GRACE, Watch
 
@@ -32,6 +34,7 @@ GROUP = "0"  # torch's name of a process's first group; the same in all processe
 FOREVER = timedelta(days=365)  # a rank may wait that long for the next request; `Watch` finds one that hangs
 PATIENCE = 20.0  # seconds for the others to end in
 HEADER, LENGTH = 512, 8  # bytes of an order's first part, and of its length therein
+GUARD = "import os, threading; threading.Thread(target=lambda: os._exit(1 + len(os.read(0, 1))), daemon=True).start(); "
 FOLLOW = "import sys; sys.path[:] = {path!r}; from {module} import main; sys.exit(main({place!r}))"
 
 
@@ -158,8 +161,10 @@ class Ranks:
     def fail(self, error: BaseException) -> None:
         """End all ranks for this rank's error. Raises RuntimeError with the first cause where another rank had it."""
         own = self.ended or not isinstance(error, Exception) or self.watch.report(error)
-        interrupted, wrong = isinstance(error, KeyboardInterrupt), own and isinstance(error, ValueError)
-        self.close(broken=True, code=130 if interrupted else 2 if wrong else 1)
+        code = 2 if own and isinstance(error, ValueError) else 1
+        if isinstance(error, KeyboardInterrupt):
+            code = error.code if isinstance(error, Stopped) else 130
+        self.close(broken=True, code=code)
         if not own:
             raise RuntimeError(self.watch.cause) from error
 
@@ -197,14 +202,18 @@ class Ranks:
 
 
 def start(place: Place, rank: int, module: str) -> "subprocess.Popen[bytes]":
-    """A follower on this machine, out of reach of the terminal's Ctrl-C: rank 0 ends it."""
+    """A follower on this machine, out of reach of the terminal's Ctrl-C: rank 0 ends it, and says why. Its standard
+    input ends with rank 0, however that ends and however far the follower has come by then."""
     own = vars(place) | {"rank": rank, "device": rank, "serves": False}
-    code = FOLLOW.format(path=sys.path, module=module, place=own)
-    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, start_new_session=True)
+    code = GUARD + FOLLOW.format(path=sys.path, module=module, place=own)
+    level = {"TORCH_CPP_LOG_LEVEL": environment("TORCH_CPP_LOG_LEVEL") or "ERROR"}  # else a lost store is a long tale
+    with with_environment(level):
+        return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
 
 
 def follow_with(place: Place, part: Callable[[Ranks], object]) -> int:
     """A follower's life: its part, then 0, or 1 where any rank has failed, which rank 0 says."""
+    handle(signal.SIG_DFL)
     ranks = Ranks(place)
     try:
         part(ranks)
@@ -235,6 +244,8 @@ def end(follower: "subprocess.Popen[bytes]", patience: float) -> None:
     except subprocess.TimeoutExpired:
         follower.kill()
         follower.wait()
+    if follower.stdin:
+        follower.stdin.close()
 
 
 def end_at_once(code: int, ranks: Ranks) -> None:

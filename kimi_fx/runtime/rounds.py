@@ -25,27 +25,41 @@ from ..request import Plan
 from .buckets import Bucket, Chunk, buckets, fit, name
 from .build import cache_folder
 from .capture import Graphs
-from .compiled import Arguments, Step, compile_step, example, load_step, signature
+from .compiled import Arguments, DamagedCode, Step, compile_step, example, load_step, signature
 from .flight import in_one_piece
 from .ingredients import ingredients
 from .load import Loaded
 from .ranks import Ranks
 from .store import Store
-from .tensorrt import operators
+from .tensorrt import check_backend, operators
 
 FIXED, PER_LAYER = 5.0, 1.0  # seconds that compiling takes on a server
 UNRECORDED = 4  # times that where steps are not recorded, which is mostly C++ for a CPU
 
 
+def compiles(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether steps run compiled."""
+    on = config.run.compile
+    return recorded(device, dtype) and config.ops == "auto" if on is None else on
+
+
 def wanted(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether steps run compiled. Raises ValueError where that was asked for and cannot be."""
+    """The same. Raises ValueError for settings that cannot be had so."""
     if config.run.compile and config.ops == "reference":
         raise ValueError("run.compile=true compiles the operators' kernels and ops=reference avoids them: choose one.")
-    on = config.run.compile
-    on = recorded(device, dtype) and config.ops == "auto" if on is None else on
+    on = compiles(config, device, dtype)
     if config.run.require_warm and not on:
         raise ValueError("run.require_warm=true asks for compiled steps, and none are in use: set run.compile=true.")
+    if config.run.nodes is not None and not on:
+        raise ValueError("run.nodes is of compiled steps, and none are in use: set run.compile=true, or leave it out.")
+    check_backend(config, device, on)
     return on
+
+
+def eager(config: Config) -> Config:
+    """The same settings with every operator called."""
+    run = replace(config.run, compile=False, nodes=None, require_warm=False)
+    return replace(config, run=run, drafter=replace(config.drafter, backend="inductor"))
 
 
 def recorded(device: torch.device, dtype: torch.dtype) -> bool:
@@ -138,18 +152,27 @@ class Rounds:
         return self.steps[bucket]
 
     def ready(self, bucket: Bucket, arguments: Arguments) -> Step:
-        """A bucket's function loaded and tried, built if it has to be."""
+        """A bucket's function loaded and tried, built if it has to be, and once more if what the store has is none."""
         idle = example(bucket, arguments[0], self.model)
         entry = self.store.entry(name(bucket)) or self.build(bucket, idle)
         for compiled, found in zip_longest(entry["arguments"], signature(arguments)):
             if compiled != found:
                 where = self.store.folder
                 raise RuntimeError(f"{name(bucket)} takes {compiled} and was given {found}: delete {where}.")
-        with self.store.kernel_folder() as kernels:
-            step = load_step(self.store.code(name(bucket)), idle, kernels)
+        try:
+            step = self.load(bucket, idle)
+        except DamagedCode:
+            self.store.reject(name(bucket), entry)
+            if not self.store.entry(name(bucket)):
+                self.build(bucket, idle)
+            step = self.load(bucket, idle)
         if self.graphs:
             self.graphs.warm(partial(step, *idle))
         return step
+
+    def load(self, bucket: Bucket, idle: Arguments) -> Step:
+        with self.store.kernel_folder() as kernels:
+            return load_step(self.store.code(name(bucket)), idle, kernels)
 
     def build(self, bucket: Bucket, idle: Arguments) -> dict[str, Any]:
         """Compile a bucket into the store, unless another process has by now; its entry."""

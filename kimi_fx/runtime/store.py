@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -24,12 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from ..checkpoint.files import parse_json
+
 MANIFEST = "manifest.json"
 BUILD = "build-"  # folders of builds that run, or were broken off
+LONGEST = 1e9  # seconds that a build may have taken
 LABEL = ("torch", "cuda", "triton", "arch")  # ingredients that the folder's name shows
 ADVICE = "set KIMI_FX_CACHE to another folder, or run.compile=false to do without"
 REASONS = {
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "cannot be written"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "cannot be read or written by this user"),
+    errno.EROFS: "cannot be written",
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "is on a full disk, free some space"),
 }
 
@@ -58,20 +63,32 @@ class Store:
         return self.folder / f"{name}.aot"
 
     def entry(self, name: str) -> dict[str, Any] | None:
-        """What `add` noted, if the function is here and sound; damaged files are removed with a warning."""
+        """What `add` noted, if the function is here and sound; damaged files are removed with a warning. StoreError for
+        those that this user may not read."""
         note = self.folder / f"{name}.json"
-        if not note.exists():
-            return None
-        entry = read_note(note)
-        files = entry.get("files", {})
-        damaged = [file for file, digest in files.items() if checksum(self.folder / file) != digest]
-        if files and not damaged:
-            return entry
-        warn(f"{self.folder / (*damaged, note.name)[0]} is damaged or gone: {name} has to be built again.")
         with told(self.folder):
-            for file in (note.name, *damaged):
-                remove(self.folder / file)
+            if not note.exists():
+                return None
+            entry = read_note(note)
+            files = entry.get("files", {})
+            damaged = [file for file, digest in files.items() if checksum(self.folder / file) != digest]
+            if files and not damaged:
+                return entry
+            self.discard(name, damaged)
         return None
+
+    def reject(self, name: str, entry: dict[str, Any]) -> None:
+        """Discard a function that is sound by its note and yet none, unless another process has by now."""
+        with self.building(quiet=True):
+            if self.entry(name) == entry:
+                self.discard(name, [self.code(name).name])
+
+    def discard(self, name: str, damaged: Sequence[str]) -> None:
+        """Remove a function's note, and its files that are damaged, with a warning."""
+        note = f"{name}.json"
+        warn(f"{self.folder / (*damaged, note)[0]} is damaged or gone: {name} has to be built again.")
+        for file in (note, *damaged):
+            remove(self.folder / file)
 
     @contextmanager
     def building(self, quiet: bool = False) -> Iterator[None]:
@@ -125,9 +142,11 @@ class Store:
     def why_cold(self) -> str:
         """How this folder came to lack something: the nearest folder of the cache, and what differs there."""
         if (self.folder / MANIFEST).exists():
-            return "only the shapes are new"
-        found = {other.parent.name: read_json(other) for other in self.root.glob(f"*/{MANIFEST}")}
-        apart = {name: difference(self.ingredients, theirs) for name, theirs in found.items() if theirs}
+            return "all else in it is as wanted"
+        others = (other for other in self.root.glob(f"*/{MANIFEST}") if os.access(other, os.R_OK))
+        found = {other.parent.name: read_json(other) for other in others}
+        steps = {name: theirs for name, theirs in found.items() if theirs.keys() >= {*LABEL}}
+        apart = {name: difference(self.ingredients, theirs) for name, theirs in steps.items()}
         if not apart:
             return f"nothing is in {self.root}"
         nearest = min(apart, key=lambda name: len(apart[name]))
@@ -136,7 +155,8 @@ class Store:
 
     def pace(self) -> float | None:
         """Seconds a build took here on average."""
-        known = [entry["seconds"] for entry in map(read_note, self.folder.glob("*.json")) if entry]
+        with told(self.folder):
+            known = [entry["seconds"] for entry in map(read_note, self.folder.glob("*.json")) if entry]
         return sum(known) / len(known) if known else None
 
 
@@ -151,9 +171,11 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object, empty where it cannot be read."""
+    """A JSON object, empty where there is none. Raises PermissionError where there may be one."""
     try:
-        found = json.loads(file.read_text())
+        found = parse_json(file.read_bytes())
+    except PermissionError:
+        raise
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -162,14 +184,15 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_note(file: Path) -> dict[str, Any]:
     """What `add` noted, empty where it is not of that form."""
     note = read_json(file)
-    files, arguments = note.get("files"), note.get("arguments")
+    files, arguments, seconds = note.get("files"), note.get("arguments"), note.get("seconds")
     sound = (
         isinstance(files, dict)
         and f"{file.stem}.aot" in files
         and all(key == f"{file.stem}.aot" or below(key, "inductor") for key in files)
         and isinstance(arguments, list)
         and all(isinstance(argument, str) for argument in arguments)
-        and isinstance(note.get("seconds"), int | float)
+        and isinstance(seconds, int | float)
+        and 0 <= seconds < LONGEST  # nor is NaN
     )
     return note if sound else {}
 
@@ -178,6 +201,11 @@ def below(key: str, folder: str) -> bool:
     """Whether a path leads into the folder and stays there."""
     parts = PurePosixPath(key).parts
     return len(parts) > 1 and parts[0] == folder and ".." not in parts
+
+
+def on_the_way(file: Path, folder: Path) -> bool:
+    """Whether a file is in the folder, or is the folder itself or one that it is in."""
+    return file.is_relative_to(folder) or folder.is_relative_to(file)
 
 
 def remove(file: Path) -> None:
@@ -189,10 +217,12 @@ def remove(file: Path) -> None:
 
 
 def checksum(file: Path) -> str:
-    """SHA-256 of a file; empty where there is none."""
+    """SHA-256 of a file; empty where there is none. Raises PermissionError where there may be one."""
     try:
         with file.open("rb") as data:
             return hashlib.file_digest(data, "sha256").hexdigest()
+    except PermissionError:
+        raise
     except OSError:
         return ""
 
@@ -207,16 +237,20 @@ def write(file: Path, data: bytes) -> None:
 
 @contextmanager
 def temporary(file: Path) -> Iterator[BinaryIO]:
-    """What is written takes the file's place at the end, whole, or not at all. Locked from before the first byte."""
-    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as out:
+    """What is written takes the file's place at the end, whole, or not at all. Locked from before the first byte.
+    Others may read it if the umask lets them, as `tempfile` would not have it."""
+    made = file.with_name(f"{secrets.token_hex(8)}.tmp")
+    with made.open("xb") as out:
         try:
             fcntl.flock(out, fcntl.LOCK_EX)
-            yield out  # type: ignore[misc]
+            yield out
             out.flush()
             os.fsync(out.fileno())
-            os.replace(out.name, file)
-        except BaseException:
-            os.unlink(out.name)
+            os.replace(made, file)
+        except BaseException as error:
+            made.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(file)
             raise
 
 
@@ -230,8 +264,9 @@ def remove_stale(folder: Path) -> None:
 
 
 @contextmanager
-def told(folder: Path | str, advice: str = ADVICE) -> Iterator[None]:
-    """A StoreError with a sentence for what a disk can refuse, however deep the error lies."""
+def told(folder: Path, advice: str = ADVICE) -> Iterator[None]:
+    """A StoreError with a sentence for what a disk can refuse, however deep the error lies: whatever befalls the folder
+    or a file in it, and what is in `REASONS` if no file is named."""
     try:
         yield
     except StoreError:
@@ -239,9 +274,12 @@ def told(folder: Path | str, advice: str = ADVICE) -> Iterator[None]:
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None:
-            code = errno.ENOSPC if os.strerror(errno.ENOSPC) in str(cause) else getattr(cause, "errno", None)
-            if code in REASONS:
-                what = f"{REASONS[code]}, {advice} ({os.strerror(code)})"
+            full = os.strerror(errno.ENOSPC) in str(cause)
+            code = errno.ENOSPC if full else getattr(cause, "errno", None)
+            named = getattr(cause, "filename", None)
+            if code and (code in REASONS if named is None else on_the_way(Path(str(named)), folder)):
+                which = f": {named}" if named else ""
+                what = f"{REASONS.get(code, 'cannot be used')}, {advice} ({os.strerror(code)}{which})"
                 raise StoreError(f"The artefact store {folder} {what}.") from error
             cause = cause.__cause__ or cause.__context__
         raise

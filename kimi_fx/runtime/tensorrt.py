@@ -67,10 +67,9 @@ def check_backend(config: Config, device: torch.device, compiled: bool) -> None:
     elif config.mesh.tp > 1:
         why = f"serves one rank and mesh.tp is {config.mesh.tp}"
     elif not compiled:
-        why = "is part of compiled rounds and run.compile is off"
+        why = "is part of compiled rounds and none are in use"
     if why:
         raise ValueError(f"drafter.backend=tensorrt {why}: leave it out, or change that.")
-    packages()
 
 
 def packages() -> tuple[Any, Any]:

@@ -71,6 +71,8 @@ class Watch(threading.Thread):
         for rank, follower in enumerate(self.followers, 1):
             if follower.poll() is not None:
                 return self.publish(f"rank {rank} ended {how(follower.returncode)}")
+        if self.store.check(["late"]):
+            self.store.set(f"at{self.rank}", whereabouts())
         if self.since is not None and time.monotonic() - self.since > self.limit:
             return self.publish(self.late())
         return None
@@ -109,11 +111,13 @@ class Watch(threading.Thread):
         return self.store.compare_set("cause", "", cause).decode()
 
     def late(self) -> str:
-        """A step's time is over: where every rank is."""
+        """A step's time is over: where every rank is, or which have gone silent."""
+        self.store.set("late", "")
         self.store.set(f"at{self.rank}", whereabouts())
-        time.sleep(2 * EVERY)  # the others find out at the same time
-        keys = [(rank, f"at{rank}") for rank in range(self.size)]
-        found = ", ".join(f"rank {r} in {self.store.get(key).decode()}" for r, key in keys if self.store.check([key]))
+        time.sleep(4 * EVERY)  # the others look meanwhile
+        keys = [f"at{rank}" for rank in range(self.size)]
+        at = [f"in {self.store.get(key).decode()}" if self.store.check([key]) else "silent (stopped?)" for key in keys]
+        found = ", ".join(f"rank {rank} {where}" for rank, where in enumerate(at))
         return f"a step has taken more than mesh.timeout={self.limit:g} s: {found}{self.advice}"
 
 

@@ -54,8 +54,7 @@ def loaded_once(
     """What `load` gives, from the rank's file if it is there and sound, else written to it. StoreError where it cannot
     be written, before `load` if that can be known."""
     parts = ingredients(config, model, device, dtype)
-    with told("in the user's cache", ADVICE):
-        folder = cache_folder() / f"weights-tp{model.ranks}-{fingerprint(parts)}"
+    folder = cache_folder() / f"weights-tp{model.ranks}-{fingerprint(parts)}"
     file, forms = folder / f"rank{rank}.safetensors", packed_forms(model, device, dtype)
     with told(folder, ADVICE):
         check_places(file)
@@ -63,6 +62,8 @@ def loaded_once(
             return params
         make_room(file, parts, sum(form.nbytes for form in named(forms).values()))
     params = load()
+    if progress:
+        print(f"packed weights: kept in {file}", file=sys.stderr)
     with told(folder, ADVICE):
         keep(file, params)
     return params
@@ -155,6 +156,8 @@ def read(file: Path, forms: Params, device: torch.device, progress: bool) -> Par
     try:
         leaves, sums = read_leaves(file, named(forms), device), read_json(note).get("sums")
         damage = check_sums(leaves, sums if isinstance(sums, dict) else {})
+    except PermissionError:
+        raise
     except OSError as error:
         damage = str(error)
     if damage:

@@ -116,6 +116,10 @@ def test_target_refuses(tmp_path: Path, key: str, value: Any) -> None:
         (YARN | {"factor": 0.5}, "factor is 0.5"),
         (YARN | {"truncate": False}, "truncate"),
         ({"full_attention": YARN}, "full_attention alone"),
+        (YARN | {"mscale": "1"}, "mscale is '1', not a number of at least 0"),
+        (YARN | {"mscale_all_dim": True}, "mscale_all_dim is True"),
+        (YARN | {"attention_factor": float("nan")}, "attention_factor is nan, not a number above 0"),
+        ([YARN], "rope_scaling is .*, not an object"),
     ],
 )
 def test_rope_refuses(tmp_path: Path, rope: dict[str, Any], message: str) -> None:
@@ -216,6 +220,10 @@ def test_drafter_geometry(tmp_path: Path) -> None:
         ({"selector_rank": 32}, "selector_rank.*DFlash 2"),
         ({"conv_kernel_size": 3}, "conv_kernel_size.*DFlash 2"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"is_causal": "no"}, "is_causal is 'no', not true or false"),
+        (dflash(causal=0), "causal is 0, not true or false"),
+        (dflash(use_swa="false"), "use_swa is 'false', not true or false"),
+        ({"dflash_config": [["block_size", 3]]}, "dflash_config is .*, not an object"),
     ],
 )  # fmt: skip
 def test_drafter_refuses(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -244,6 +252,7 @@ def test_window_below_one(tmp_path: Path) -> None:
         (None, "holds no config.json"),
         ("{", "not JSON"),
         ("[1]", "a JSON list"),
+        pytest.param("[" * 3000, "config.json: not JSON (nested too deeply)", id="deep"),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         ("<!DOCTYPE html><html>", "web page"),
     ],

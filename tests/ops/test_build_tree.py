@@ -268,3 +268,12 @@ def test_a_budget_beyond_the_nodes_fills_them():
     logits = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
     beyond, all_ = (build(logits, [most, most], [8, 8], nodes=4) for most in (9, 3))
     assert all(torch.equal(a, b) for a, b in zip(beyond, all_, strict=True))
+
+
+@pytest.mark.parametrize("budget", [-1, -5, -(2**63)])
+def test_a_budget_below_zero_is_one_of_zero(budget):
+    def root(most: int) -> tuple[torch.Tensor, ...]:
+        one = torch.tensor([3])
+        return module.build_tree(torch.zeros(1, 2, 5), one, torch.tensor([most]), one, 8, 4)
+
+    assert all(torch.equal(x, y) for x, y in zip(root(budget), root(0), strict=True))

@@ -1,5 +1,7 @@
 """INT4 words and scales: their meaning against compressed-tensors, Marlin's layout element by element."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from compressed_tensors.compressors import PackedQuantizationCompressor
@@ -157,3 +159,19 @@ def test_scale_widths_that_do_not_tile_are_refused() -> None:
         marlin_pack_scales(random_scales(7, 1, 96, 1))
     with pytest.raises(ValueError, match="32 inputs and 96 outputs"):
         marlin_unpack_scales(random_scales(7, 1, 1, 96))
+
+
+@pytest.mark.parametrize("pack", [marlin_pack, marlin_unpack, marlin_pack_scales, marlin_unpack_scales])
+def test_shapes_and_dtypes(pack: Callable[[Tensor], Tensor]) -> None:
+    """What an operator says of them; no experts are packed into none."""
+    scales = "scales" in pack.__name__
+    good = torch.zeros(0, 64, 128, dtype=torch.bfloat16 if scales else torch.int32)
+    assert pack(good).numel() == 0 and pack(good).dtype == good.dtype
+    for wrong in (good.flatten(0, 1), torch.tensor(1), *([] if scales else [good.float(), good.long()])):
+        with pytest.raises(ValueError, match=rf"{pack.__name__} takes (words|packed|scales) of shape .*, found \["):
+            pack(wrong)
+
+
+def test_half_an_output() -> None:
+    with pytest.raises(ValueError, match="an even number of columns, found 129"):
+        marlin_unpack(random_words(6, 1, 2, 129))

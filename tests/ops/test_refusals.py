@@ -92,6 +92,7 @@ def write() -> tuple[Any, ...]:
 def calls() -> dict[str, tuple[Any, ...]]:
     return products() | {
         "marlin_moe": experts(packed=False),
+        "mla_schedule": (numbers(B, dtype=i32), N, H),
         "mla_tree_verify": attention(),
         "build_tree": tree(),
         "draft_attention": block(),
@@ -160,6 +161,9 @@ BAD: list[tuple[str, int, Change, str]] = [  # operator, place of the argument, 
     ("mla_tree_verify", 2, lambda x: x[:, 0], "page_table"),
     ("mla_tree_verify", 6, short, "schedule"),
     ("mla_tree_verify", 7, lambda latent: 33, "1 to 32 latent columns, found 33"),
+    ("mla_schedule", 0, deeper, "length"),
+    ("mla_schedule", 0, lambda x: x[0], "length"),
+    ("mla_schedule", 0, lambda x: x.long(), "length"),
     ("build_tree", 0, deeper, "logits"),
     ("build_tree", 1, short, "anchor"),
     ("build_tree", 2, other_dtype, "budget"),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import kimi_fx.engine
-from kimi_fx.cli import main
+from kimi_fx.__main__ import main
 from kimi_fx.follow import follow
 from kimi_fx.runtime import ranks
 from kimi_fx.runtime.rounds import Rounds
@@ -24,11 +24,13 @@ def follower(place: dict[str, Any], how: str, file: str) -> int:
 
     def fail() -> None:
         rounds.append(None)
-        if len(rounds) == 3 and how != "interrupted":
+        if len(rounds) == 3 and how not in ("interrupted", "terminated"):
             with open(file, "a") as out:
                 out.write(f"{time.time()}\n")
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if how == "raises":
                 raise MemoryError("no room for an egg")
             if how == "hangs":

@@ -15,7 +15,7 @@ from kimi_fx.graphs.axis import Axis, psum
 from kimi_fx.ops.peer_sum import JOINED, capacity
 from kimi_fx.runtime.agree import digest
 from kimi_fx.runtime.build import load_kernels
-from kimi_fx.runtime.load import pick_device, rank_device, settled
+from kimi_fx.runtime.load import rank_device, settled
 from kimi_fx.runtime.ranks import GROUP, Place, Ranks
 
 SIZES = [8, 1024, 7168, 8 * 7168, 65 * 7168, 256 * 8 * 128 + 8]  # elements; the last of another block's second piece
@@ -27,7 +27,7 @@ def held(rank: int, size: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 def take_part(ranks: Ranks) -> None:
     rank, size = ranks.place.rank, ranks.place.size
-    device = rank_device("cuda", pick_device("cuda"), ranks.place)
+    device = rank_device("cuda", ranks.place)
     load_kernels(device)
     ranks.join(device)
     assert len(JOINED[GROUP].buffers) == size

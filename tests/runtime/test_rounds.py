@@ -24,9 +24,9 @@ from kimi_fx.graphs import step
 from kimi_fx.graphs.pytree import tree_map
 from kimi_fx.graphs.state import Shape
 from kimi_fx.runtime.buckets import Chunk, name
-from kimi_fx.runtime.compiled import signature
+from kimi_fx.runtime.compiled import DamagedCode, signature, unpacked
 from kimi_fx.runtime.load import Loaded
-from kimi_fx.runtime.rounds import wanted
+from kimi_fx.runtime.rounds import eager, wanted
 from oracles.toys import random_pair
 
 Make = Callable[..., Engine]
@@ -55,8 +55,8 @@ def make(small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make
     monkeypatch.setattr(kimi_fx.runtime.rounds, "load_step", load_step)
 
     def engine(*overrides: str, compiled: bool = True) -> Engine:
-        words = ["cache.max_len=128", "run.chunk=80", f"run.compile={str(compiled).lower()}", *overrides]
-        return Engine(load_config(words), small)
+        config = load_config(["cache.max_len=128", "run.chunk=80", "run.compile=true", *overrides])
+        return Engine(config if compiled else eager(config), small)
 
     return engine
 
@@ -150,6 +150,31 @@ def test_compiling_can_be_refused(make: Make) -> None:
         third.generate([1], max_tokens=9, **HOW)
 
 
+def test_code_that_is_damaged_in_spite_of_its_checksum_is_built_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    expected = make("run.batch=1").generate([1], max_tokens=3, **HOW).outputs[0].token_ids
+    load, failures = kimi_fx.runtime.rounds.load_step, [DamagedCode("cut short")]
+
+    def cut_short(*given: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return load(*given)
+
+    monkeypatch.setattr(kimi_fx.runtime.rounds, "load_step", cut_short)
+    capsys.readouterr()
+    assert make("run.batch=1").generate([1], max_tokens=3, **HOW).outputs[0].token_ids == expected
+    said = capsys.readouterr().err
+    assert said.count("prefill-64.aot is damaged or gone") == said.count("compiling prefill-64") == 1
+
+
+@pytest.mark.parametrize("code", [b"", b"\x80\x04cut", b"\x80\x04N.", b"<html>"])
+def test_files_that_hold_no_function(tmp_path: Path, code: bytes) -> None:
+    (tmp_path / "round.aot").write_bytes(code)
+    with pytest.raises(DamagedCode, match="round.aot holds no compiled function"):
+        unpacked(tmp_path / "round.aot")
+
+
 def test_weights_of_another_layout_are_refused(make: Make) -> None:
     make("run.batch=1").generate([1], max_tokens=3, **HOW)
     other = make("run.batch=1")
@@ -178,6 +203,12 @@ engine.generate([1, 2], max_tokens=2)
 assert not {"torch._dynamo", "torch._inductor"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_eager_settings_contradict_nothing() -> None:
+    """Whatever was said of compiled steps."""
+    words = ["run.compile=true", "run.nodes=[8]", "run.require_warm=true", "drafter.backend=tensorrt"]
+    assert not wanted(eager(load_config(words)), torch.device("cuda"), torch.bfloat16)
 
 
 def test_requiring_what_is_not_in_use() -> None:

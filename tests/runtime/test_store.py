@@ -87,6 +87,7 @@ NOTE = {"seconds": 1.0, "arguments": ["float32 [2]"], "files": {"round.aot": ""}
     "harm",
     [
         {"files": ["round.aot"]}, {"files": {}}, {"files": 3}, {"seconds": "40"}, {"seconds": None},
+        {"seconds": float("nan")}, {"seconds": -1}, {"seconds": 10**400},
         {"arguments": None}, {"arguments": "float32"}, {"arguments": [1]},
     ],
 )  # fmt: skip
@@ -129,7 +130,9 @@ def test_a_copy_elsewhere_is_as_good(store: Store, tmp_path: Path) -> None:
 
 def test_a_miss_names_the_ingredient(store: Store, tmp_path: Path) -> None:
     assert Store(tmp_path / "none", WORDS).why_cold() == f"nothing is in {tmp_path / 'none'}"
-    assert store.why_cold() == "only the shapes are new"
+    assert store.why_cold() == "all else in it is as wanted"
+    (store.root / "weights-tp1-0").mkdir()
+    (store.root / "weights-tp1-0" / "manifest.json").write_text('{"dtype": "float32"}')  # no compiled steps
     fill(Store(store.root, WORDS | {"torch": "2.11.0", "tp": "8"}))
     other = Store(store.root, WORDS | {"dtype": "float32"})
     assert other.why_cold() == (
@@ -149,7 +152,8 @@ def test_how_long_a_build_takes(store: Store) -> None:
     ("code", "words"),
     [
         (errno.EROFS, "cannot be written, set KIMI_FX_CACHE to another folder"),
-        (errno.EACCES, "cannot be written"),
+        (errno.EACCES, "cannot be read or written by this user"),
+        (errno.EIO, "cannot be used, set KIMI_FX_CACHE to another folder"),
         (errno.ENOSPC, "is on a full disk, free some space"),
     ],
 )
@@ -175,8 +179,65 @@ def test_a_refusal_deep_inside_is_found_and_others_pass(tmp_path: Path) -> None:
 
 
 def test_a_folder_nobody_may_write() -> None:
-    with pytest.raises(StoreError, match="cannot be written"):
+    with pytest.raises(StoreError, match="cannot be read or written by this user"):
         fill(Store(Path("/sys/kimi_fx"), WORDS))
+
+
+@pytest.mark.parametrize("name", ["lock", "inductor"])
+def test_what_is_in_the_place_of_another_kind(store: Store, name: str) -> None:
+    (store.folder / name).rename(store.folder / "away")
+    (store.folder / name).mkdir() if name == "lock" else (store.folder / name).touch()
+    with pytest.raises(StoreError, match=f"{store.folder} cannot be used, set KIMI_FX_CACHE .*: {store.folder / name}"):
+        fill(store, "another")
+
+
+def test_errors_of_other_files_pass(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), told(tmp_path / "store"):
+        (tmp_path / "compiler").open()
+
+
+@pytest.mark.parametrize("file", ["round.json", "round.aot", "inductor/ab/round.so"])
+def test_what_may_not_be_read_is_not_called_damaged(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: Any, file: str
+) -> None:
+    closed, opened = store.folder / file, Path.open
+
+    def refuse(path: Path, *how: Any, **more: Any) -> Any:
+        if path == closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *how, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        with pytest.raises(StoreError, match=f"cannot be read or written by this user, .*Permission denied: {closed}"):
+            store.entry("round")
+    assert store.entry("round") and not capsys.readouterr().err
+
+
+def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        store = fill(Store(tmp_path, WORDS))
+    finally:
+        os.umask(before)
+    assert {oct(file.stat().st_mode & 0o777) for file in store.folder.rglob("*") if file.is_file()} == {"0o640"}
+
+
+def test_a_function_that_cannot_be_unpacked_is_rejected_once(store: Store, capsys: Any) -> None:
+    entry = store.entry("round")
+    assert entry
+    fill(store, "round", 50.0)  # by another process
+    store.reject("round", entry)
+    assert (again := store.entry("round")) and not capsys.readouterr().err
+    store.reject("round", again)
+    assert store.entry("round") is None and "round.aot is damaged or gone" in capsys.readouterr().err
+
+
+def test_notes_and_manifests_nested_too_deeply_are_damage(store: Store, capsys: Any) -> None:
+    (store.folder / "round.json").write_text("[" * 3000)
+    (store.folder / "manifest.json").write_text("[" * 3000)
+    assert Store(store.root, WORDS | {"torch": "4"}).why_cold() == f"nothing is in {store.root}"
+    assert store.entry("round") is None and "round.json is damaged or gone" in capsys.readouterr().err
 
 
 def test_a_read_only_store_is_loaded_from_a_copy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kimi_fx.admit import plan
 from kimi_fx.compose import load_config
 from kimi_fx.engine import Engine
 from kimi_fx.graphs import drafter
@@ -19,8 +20,10 @@ from kimi_fx.graphs.pytree import tree_map
 from kimi_fx.graphs.state import Shape, slots
 from kimi_fx.ops import KERNELS, REFERENCE
 from kimi_fx.runtime import tensorrt
+from kimi_fx.runtime.buckets import buckets
 from kimi_fx.runtime.ingredients import ingredients
 from kimi_fx.runtime.load import Loaded
+from kimi_fx.runtime.rounds import Rounds
 from oracles.rounds import prefilled
 
 ASKED = "drafter.backend=tensorrt"
@@ -95,7 +98,7 @@ def test_without_engines_nothing_is_built(make_engine: Any, tmp_path: Path) -> N
     [
         ([], torch.device("cpu"), True, "needs a CUDA device and this runs on cpu"),
         (["mesh.tp=2"], CUDA, True, "serves one rank and mesh.tp is 2"),
-        ([], CUDA, False, "is part of compiled rounds and run.compile is off"),
+        ([], CUDA, False, "is part of compiled rounds and none are in use"),
     ],
 )
 def test_refusals(words: list[str], device: torch.device, compiled: bool, said: str) -> None:
@@ -104,11 +107,26 @@ def test_refusals(words: list[str], device: torch.device, compiled: bool, said: 
     tensorrt.check_backend(load_config(words), device, compiled)
 
 
-def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_one_sentence(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the steps are looked up, before any weight is read."""
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
+    config = load_config([ASKED])
     said = r"torch_tensorrt cannot be imported \(.*\): pip install 'kimi-fx\[tensorrt\]'"
     with pytest.raises(ValueError, match=said):
-        tensorrt.check_backend(load_config([ASKED]), CUDA, True)
+        Rounds(config, loaded, plan(config, loaded.model, "tree", None))
+
+
+@pytest.mark.parametrize(
+    "words", [["drafter=none"], ["step=plain"], ["step.budget=0"], ["step.block=1"], ["step.block=1", "run.nodes=[8]"]]
+)
+def test_engines_with_nothing_to_draft_are_refused(words: list[str], loaded: Loaded) -> None:
+    """Also where none could be made, where no package is missed."""
+    config = load_config([ASKED, "run.compile=true", *words])
+    model = replace(loaded.model, drafter=None) if "drafter=none" in words else loaded.model
+    with pytest.raises(ValueError, match=f"^{ASKED} makes what drafts, and no compiled round here does"):
+        buckets(config, model, plan(config, model, config.step.mode, config.step.budget))
+    nodes = load_config([ASKED, "step=plain", "run.nodes=[1,8]"])
+    assert buckets(nodes, loaded.model, plan(nodes, loaded.model, "plain", None))
 
 
 def test_an_engine_refuses_before_weights_are_read(loaded: Loaded) -> None:
