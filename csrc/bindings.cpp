@@ -152,8 +152,9 @@ void check_packed(const Tensor& x, const char* name, ScalarType type, int64_t E,
 }
 
 Tensor marlin_moe(const Tensor& x, const Tensor& w13, const Tensor& s13, const Tensor& w2, const Tensor& s2,
-                  const Tensor& weights, const Tensor& order, const Tensor& offsets) {
+                  const Tensor& weights, const Tensor& order, const Tensor& offsets, const Tensor& counters) {
     check(x, "x", ScalarType::BFloat16, 2);
+    check(counters, "counters", ScalarType::Int, 1);
     check(weights, "weights", ScalarType::Float, 2);
     check(order, "order", ScalarType::Int, 1);
     check(offsets, "offsets", ScalarType::Int, 1);
@@ -191,16 +192,13 @@ Tensor marlin_moe(const Tensor& x, const Tensor& w13, const Tensor& s13, const T
         .I = static_cast<int32_t>(I),
     };
     STD_CUDA_CHECK(moe::plan(params, x.get_device_index()));
-    Tensor pair_weights = torch::stable::new_empty(weights, {T, k});
-    Tensor counters = torch::stable::new_empty(order, {params.counters});
+    STD_TORCH_CHECK(counters.size(0) >= moe::counters_size(params), moe::counters_size(params),
+                    " counters or more were wanted, found ", counters.size(0), ".");
     Tensor between = torch::stable::new_empty(weights, {moe::between_size(params)});
     Tensor rows = torch::stable::new_empty(x, {T * k, D});
-    params.pair_weights = static_cast<float*>(pair_weights.mutable_data_ptr());
-    params.arrived = static_cast<int32_t*>(counters.mutable_data_ptr());
+    params.counters = static_cast<int32_t*>(const_cast<void*>(counters.const_data_ptr()));
     params.between = static_cast<float*>(between.mutable_data_ptr());
     params.rows = static_cast<__nv_bfloat16*>(rows.mutable_data_ptr());
-    moe::place_counters(params);
-    STD_CUDA_CHECK(moe::launch_prepare(params, device.arch, device.stream));
     STD_CUDA_CHECK(moe::launch_experts(params, device.arch, device.stream));
     STD_CUDA_CHECK(moe::launch_weighted_sum(params, device.arch, device.stream));
     return result;
@@ -528,7 +526,7 @@ STABLE_TORCH_LIBRARY(kimi_fx_cuda, m) {
         "Tensor schedule, float scale) -> Tensor");
     m.def(
         "marlin_moe(Tensor x, Tensor w13, Tensor s13, Tensor w2, Tensor s2, Tensor weights, Tensor order, "
-        "Tensor offsets) -> Tensor");
+        "Tensor offsets, Tensor counters) -> Tensor");
     m.def(
         "build_tree(Tensor logits, Tensor anchor, Tensor budget, Tensor width, int nodes, int max_width) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from . import strict_json
-from .checkpoint.files import read_text
+from .checkpoint.files import text_of
 from .rules import nearest
 from .tokenizer import Tokenizer, settings
 
@@ -45,7 +45,7 @@ def load_template(folder: Path) -> str | None:
     a file that cannot be read as UTF-8."""
     path = folder / "chat_template.jinja"
     if os.path.lexists(path):
-        return read_text(path)
+        return text_of(path)
     template = settings(folder / "tokenizer_config.json").get("chat_template")
     return template if isinstance(template, str) else None
 

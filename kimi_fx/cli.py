@@ -24,7 +24,8 @@ USAGE = f"""usage: kimi-fx <command> [key=value …]
   doctor     the same keys as generate   check machine, checkpoint, memory and links before a load; memory=GB: plan only
   warmup     compile every step of a configuration into the artefact store, ahead of use
   config     print every key with its value, type and origin
-  bench      {" | ".join(BENCHES)}   each says its own keys if given another
+  bench      {" | ".join(BENCHES)}
+             a kernel's names its own keys if given another
   build      [arch=sm_80,sm_90a,sm_120]   compile the CUDA kernels
 
 Keys are those `kimi-fx config` prints: groups are chosen by name or path (target=kimi_nano, step=chain), single

@@ -2,7 +2,8 @@
 
 Presets are `conf/<group>/<name>.yaml`, chosen by the defaults list of `conf/config.yaml` or by `group=name`.
 A value is YAML as OmegaConf reads it; a key of type str takes its text as it stands. Nothing is interpolated,
-no key is added, and all that is wrong is raised at once. Looks at no checkpoint and no device.
+no key is added, and all that is wrong is raised at once. Looks into no checkpoint and at no device; of a path it asks
+whether there can be one.
 """
 
 import json

@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
@@ -44,7 +44,7 @@ from .runtime.load import (
 )
 from .runtime.memory import Ask, available, check_memory, gb, memory, table
 from .runtime.ranks import Place, own_place
-from .runtime.rounds import Rounds, wanted
+from .runtime.rounds import Rounds, check_steps, compiles
 
 PLANNED = "memory="
 PATIENCE = 10  # seconds for nvidia-smi
@@ -58,7 +58,7 @@ class Case:
     place: Place
     device: torch.device
     planned: float | None
-    absent: bool = False  # no target's files: its geometry alone is known
+    shipped: Collection[str] = ()  # of target and drafter, whose geometry alone is known
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,7 +103,7 @@ def case_of(overrides: Sequence[str]) -> Case:
             raise ValueError(f"{words[-1]} plans for CUDA devices and device=cpu asks for none: leave one of them out.")
         place = Place(0, config.mesh.tp, 0)
         config = settled(config, place, planned=True)
-        return Case(config, place, torch.device("cuda"), planned, "target" in shipped)
+        return Case(config, place, torch.device("cuda"), planned, shipped)
     place = own_place(config)
     config = settled(config, place)
     return Case(config, place, rank_device(config.device, place), None)
@@ -193,17 +193,17 @@ def topology(size: int) -> list[str]:
 
 def checkpoint(case: Case) -> str:
     """Every file, name, shape and dtype of target and drafter, as `kimi-fx inspect` has it."""
-    if case.absent:
+    if "target" in case.shipped:
         return "none is named, the plan is of the geometry that ships with the preset"
     config, d = case.config, case.config.drafter
-    folders = target_folder(config), drafter_folder(config)
+    folders = target_folder(config), None if "drafter" in case.shipped else drafter_folder(config)
     text = inspect(*folders, config.target.lora_norm_eps, d.window, d.rope_amplitude)
     return "good\n" + indent(text, "  ")
 
 
 def words(case: Case) -> str | None:
     """Tokenizer, stop ids, and the control ids of its text."""
-    if case.absent:
+    if "target" in case.shipped:
         return None
     folder = target_folder(case.config)
     text = read_text(folder, read_target(folder, case.config.target.lora_norm_eps).V)
@@ -227,7 +227,8 @@ def rank_memory(case: Case) -> str:
 
 def steps(case: Case) -> str | None:
     """Which compiled steps the artefact store has, and why it lacks others."""
-    if not wanted(case.config, case.device, case.dtype):
+    check_steps(case.config, case.device, case.dtype)
+    if not compiles(case.config, case.device, case.dtype):
         return "not compiled, every operator is called (run.compile)"
     ask, model = case.ask()
     if case.planned:

@@ -34,7 +34,7 @@ from .runtime.load import Loaded, load, prepare, settled
 from .runtime.memory import Ask, available, check_memory
 from .runtime.pages import Pages, pages_for
 from .runtime.ranks import Ranks, own_place
-from .runtime.rounds import Rounds, wanted
+from .runtime.rounds import Rounds, check_steps, compiles
 from .runtime.slots import move, seat, vacate
 from .runtime.trace import Trace
 from .text import TextStream
@@ -43,7 +43,7 @@ from .turns import Stream, Taken, Turn, alone
 
 class Engine:
     """One loaded model pair and the requests on it, for one thread at a time: a call is refused with RuntimeError while
-    another thread's is at work.
+    another thread's is at work. A stream may be dropped in any thread, and ends with the next step at the latest.
 
     `add` takes ids and returns the request's id; `step` advances everything once and returns what came.
     `generate` takes texts, ids or chats and does both.
@@ -53,7 +53,8 @@ class Engine:
         self.config, self.loaded, self.model = config, loaded, loaded.model
         self.max_len = longest(config, self.model)
         self.plan = plan(config, self.model, config.step.mode, config.step.budget)
-        compiled = wanted(config, loaded.device, loaded.dtype)
+        check_steps(config, loaded.device, loaded.dtype)
+        compiled = compiles(config, loaded.device, loaded.dtype)
         self.rounds = Rounds(config, loaded, self.plan) if compiled else None
         way = "compiled" if self.rounds else "reference" if loaded.model.ops is REFERENCE else "kernels"
         self.backend = f"{loaded.device.type} {way}"

@@ -38,6 +38,16 @@ def read_prompts(config: Config) -> list[Prompt]:
     return [Prompt(_value(name, value), {})]
 
 
+def read_plain(config: Config) -> list[Prompt]:
+    """The same for a command that samples all alike: raises ValueError as well for a line with fields."""
+    read = read_prompts(config)
+    for prompt in read:
+        with standing(prompt.where):
+            if prompt.fields:
+                raise ValueError(f"all prompts are sampled alike: leave out {', '.join(prompt.fields)}.")
+    return read
+
+
 def check_each(prompts: Sequence[Prompt], check: Callable[[Any, Any], object]) -> None:
     """Call `check` with each prompt and its fields; a ValueError then says where the prompt stands."""
     for prompt in prompts:

@@ -1,5 +1,6 @@
 """JSON as users write it, with nothing lost in silence: no key twice, no number that Python would not read."""
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ def loads(text: str) -> Any:
     """The value. ValueError with a sentence for what is no JSON, or says a key twice."""
     try:
         return parse_json(text, object_pairs_hook=unique, parse_int=whole)
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error}") from None
 
 

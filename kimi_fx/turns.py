@@ -6,7 +6,7 @@ Threads may follow one another. A turn may be taken inside a turn of the same th
 from collections.abc import Callable, Generator, Iterator
 from functools import wraps
 from threading import RLock
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from .results import Delta
 
@@ -34,15 +34,11 @@ class Turn:
         self.lock.release()
 
 
-class HasTurn(Protocol):
-    turn: Turn
-
-
 def alone(method: Callable[Concatenate[Any, Given], Result]) -> Callable[Concatenate[Any, Given], Result]:
     """A method that is one turn of its object."""
 
     @wraps(method)
-    def call(owner: HasTurn, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def call(owner: Any, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         with owner.turn:
             return method(owner, *args, **kwargs)
 

@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    torch.manual_seed(0)  # what a test draws does not depend on those before it
+    torch.manual_seed(0)  # what a test and fixtures of its own draw does not depend on those before it
 
 
 @pytest.fixture(scope="session")

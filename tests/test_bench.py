@@ -11,7 +11,7 @@ import torch
 from kimi_fx.bench import BENCHES
 from kimi_fx.bench.acceptance import pool
 from kimi_fx.bench.cpu import compare
-from kimi_fx.bench.device import heat_map, listed, numbers, some_of
+from kimi_fx.bench.device import asked, heat_map, listed, numbers, some_of
 from kimi_fx.bench.record import table
 from kimi_fx.cli import main
 from kimi_fx.compose import load_config
@@ -191,3 +191,9 @@ def test_heat_map():
 def test_the_readme_names_no_other_benchmarks() -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text()
     assert set(re.findall(r"\bbench ([a-z]+)", text)) <= set(BENCHES)
+
+
+@pytest.mark.parametrize("path", ["~nouser/x", "/tmp/" + "n" * 300])
+def test_a_folder_that_cannot_be(path):
+    with pytest.raises(ValueError, match=f"folder={path}: no usable path: "):
+        asked("mla", [], [f"folder={path}"])

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from kimi_fx.bench.device import asked
 from kimi_fx.runtime.build import build, cache_folder, command
 from kimi_fx.runtime.store import StoreError
 
@@ -85,15 +84,9 @@ def test_a_file_for_a_cache(nvcc, monkeypatch, tmp_path):
             build("sm_80")
 
 
-@pytest.mark.parametrize("path", ["~nouser/x", "/tmp/" + "n" * 300])
-def test_a_folder_that_cannot_be(path):
-    with pytest.raises(ValueError, match=f"folder={path}: no usable path: "):
-        asked("mla", [], [f"folder={path}"])
-
-
-@pytest.mark.parametrize("place", ["/sys/kimi_fx/below", "/proc/x", "/" + "a" * 300, "/proc/self/exe/x", "~nobody/x/y"])
+@pytest.mark.parametrize("place", ["/sys/kimi_fx/x", "/proc/x", "/" + "a" * 300, "/proc/self/exe/x", "~no-such-user/x"])
 def test_a_cache_that_cannot_be_made(monkeypatch, place):
-    monkeypatch.setenv("KIMI_FX_CACHE", place.replace("~nobody", "~no-such-user"))
+    monkeypatch.setenv("KIMI_FX_CACHE", place)
     with pytest.raises(ValueError, match="the cache .* cannot be made .*: set KIMI_FX_CACHE to another folder"):
         cache_folder()
 

@@ -43,7 +43,7 @@ def environment(**more: Any) -> dict[str, str]:
     paths = [str(Path(kimi_fx.__file__).parents[1]), str(ORACLES)]
     return (
         os.environ
-        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         | {name: str(value) for name, value in more.items()}
     )
 

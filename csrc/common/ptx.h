@@ -1,5 +1,5 @@
-// Thin names for the PTX of sm_90 that kernels here use: barriers in shared memory, the tensor copy engine, fences.
-// Addresses of shared memory are 32-bit, as the instructions take them.
+// Thin names for PTX: order of kernels, counters in memory, and of sm_90 alone barriers in shared memory, the tensor copy
+// engine and fences. Addresses of shared memory are 32-bit, as the instructions take them.
 
 #pragma once
 
@@ -76,8 +76,47 @@ __device__ inline void load_box(const CUtensorMap& map, uint32_t to, uint32_t ba
 // Orders this thread's plain accesses to shared memory before later ones by the copy engine and the tensor cores.
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Kernels of other chips do not overlap.
+__device__ inline void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ inline void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- counters in memory ----
+
+// How many came before.
+__device__ inline int add_relaxed(int32_t* counter) {
+    int before;
+    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+__device__ inline void add_release(int32_t* counter) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+__device__ inline int load_acquire(const int32_t* counter) {
+    int seen;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+    return seen;
+}
+
+// ---- copies ----
+
+__device__ inline uint64_t read_once_policy() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// ---- registers between warps ----
 
 template <int kRegisters>
 __device__ inline void grow_registers() {

@@ -15,19 +15,11 @@ namespace kimi_fx::layer {
 // The next kernel's blocks then start beside this one's, and fill their rings. Any earlier they would take room and
 // memory's time from the kernel before.
 __device__ inline void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
     ptx::wait_for_previous_kernel();
     ptx::let_next_kernel_start();
-#endif
 }
 
 // ---- copies from global to shared memory ----
-
-__device__ inline uint64_t read_once_policy() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
 
 // 16 bytes, or zeros where `real` is false; nothing is read then.
 __device__ inline void copy_once(uint4* to, const void* from, bool real, uint64_t policy) {
@@ -62,22 +54,13 @@ __device__ inline void wait_for_groups(int open) {
 // For all threads of a block, whose earlier writes are seen by whoever sees the count.
 __device__ inline void arrive(int32_t* counter) {
     __syncthreads();
-    if (threadIdx.x == 0) asm volatile("red.add.release.gpu.global.s32 [%0], 1;" ::"l"(counter) : "memory");
-}
-
-// How many took one before.
-__device__ inline int take_number(int32_t* counter) {
-    int before;
-    asm volatile("atom.add.relaxed.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    return before;
+    if (threadIdx.x == 0) ptx::add_release(counter);
 }
 
 __device__ inline void wait_until(const int32_t* counter, int value) {
     if (threadIdx.x == 0) {
-        int seen;
-        do {
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-        } while (seen != value);
+        while (ptx::load_acquire(counter) != value) {
+        }
     }
     __syncthreads();
 }

@@ -21,7 +21,7 @@ struct Second : Op {
     // Whoever goes on as the last leaves zeros: nobody waits any more. That it is the last is known in time for `done`.
     __device__ int ready() const {
         wait_until(counters, awaited);
-        return threadIdx.x == 0 ? take_number(counters + 1) : 0;
+        return threadIdx.x == 0 ? ptx::add_relaxed(counters + 1) : 0;
     }
     __device__ void done(int before) const {
         if (threadIdx.x == 0 && before == Op::shape.tiles * Op::shape.splits - 1) counters[0] = counters[1] = 0;

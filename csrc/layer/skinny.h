@@ -138,7 +138,7 @@ __device__ void run_block(const Op& op, int block, uint4* ring) {
     }
     int steps = (op.shape.inputs + T::kStep - 1) / T::kStep;
     int first = steps * rank / op.shape.splits, count = steps * (rank + 1) / op.shape.splits - first;
-    uint64_t policy = read_once_policy();
+    uint64_t policy = ptx::read_once_policy();
     Weights<T, Op> weights(op, tile);
     Tokens<T, Op> tokens(op, tile);
     int ahead = count <= op.shape.stages ? count : op.shape.stages - 1;

@@ -1,14 +1,22 @@
-// Thin names for PTX: barriers in shared memory, copies, ordering.
+// Thin names for PTX that the routed experts alone use, on every chip: barriers in shared memory, copies, products.
 
 #pragma once
 
 #include <cstdint>
 
+#include "../common/ptx.h"
 #include "params.h"
 
 namespace kimi_fx::moe {
 
-__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+using ptx::add_relaxed;
+using ptx::add_release;
+using ptx::let_next_kernel_start;
+using ptx::load_acquire;
+using ptx::read_once_policy;
+using ptx::shared_address;
+using ptx::sync_threads;
+using ptx::wait_for_previous_kernel;
 
 __device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -49,12 +57,6 @@ __device__ inline void barrier_wait(uint64_t* barrier, int parity) {
 #endif
 }
 
-__device__ inline uint64_t read_once_policy() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
 // By one lane, completes on the barrier.
 __device__ inline void copy_bulk(void* to, const void* from, int bytes, uint64_t* barrier, uint64_t policy) {
 #if __CUDA_ARCH__ >= 900
@@ -73,38 +75,6 @@ __device__ inline void copy_vector(void* to, const void* from) {
 // Arrives once this lane's copies have landed.
 __device__ inline void barrier_arrive_after_copies(uint64_t* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ inline void sync_threads(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ inline int add_relaxed(int32_t* counter) {
-    int before;
-    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    return before;
-}
-
-__device__ inline void add_release(int32_t* counter) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
-}
-
-__device__ inline int load_acquire(const int32_t* counter) {
-    int seen;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-    return seen;
-}
-
-__device__ inline void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ inline void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 __device__ inline uint4 load_shared(uint32_t from) {

@@ -79,7 +79,7 @@ __device__ void gate_up(const Params& p, const Task& task, Ring<NT>& ring, int p
         }
     }
     __syncwarp();
-    if (lane == 0) add_release(p.arrived + task.item);
+    if (lane == 0) add_release(p.arrived(task.item));
 }
 
 // ---- down ----
@@ -141,7 +141,7 @@ __device__ void add_pieces(const Params& p, const Task& task, uint2* h, int pair
 
 __device__ void gather_h(const Params& p, const Task& task, uint2* h, int pairs) {
     if (threadIdx.x == 0) {
-        while (load_acquire(p.arrived + task.item) < task.pieces * (2 * p.I / kColumns)) {
+        while (load_acquire(p.arrived(task.item)) < task.pieces * (2 * p.I / kColumns)) {
         }
     }
     sync_threads(1, 32 * kWarps);  // nobody reads the last item's h any more
@@ -204,13 +204,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<NT>) experts_kernel(Params p
     __shared__ Barriers barriers;
     let_next_kernel_start();
     init_barriers(p, barriers);
+    wait_for_previous_kernel();
     uint4* h = memory + p.stages * kSlot<NT>;  // [8 NT, I / 8 + 1]
     if (threadIdx.x / 32 == kWarps) {
         List list = list_tasks(p, reinterpret_cast<int*>(h + 8 * NT * (p.I / 8 + 1)), 8 * NT, true);
         stream<NT>(p, barriers, memory, list, [](const Task&, Rows<NT>&) {});
         return;
     }
-    wait_for_previous_kernel();
     int pairs = p.offsets[p.E], complete = -1;  // an item whose h is here
     Ring<NT> ring{p, barriers, memory};
     for (Task task; (task = ring.task()).stages > 0;) {

@@ -8,22 +8,16 @@
 
 namespace kimi_fx::moe {
 
-// Fills tiles, blocks, stages and counters from T, k, E, D, I for the device.
+// Fills tiles, blocks, stages and items from T, k, E, D, I for the device.
 cudaError_t plan(Params& params, int device);
 
 // Length of `between`.
 int64_t between_size(const Params& params);
 
-// `queue`, where `arrived` lies.
-void place_counters(Params& params);
-
-// Counters to zero, weights of padding pairs to zero.
-cudaError_t launch_prepare(const Params& params, int arch, cudaStream_t stream);
-
 // The rows of every pair.
 cudaError_t launch_experts(const Params& params, int arch, cudaStream_t stream);
 
-// The weighted sum over a token's pairs.
+// The weighted sum over a token's pairs; counters back to zero.
 cudaError_t launch_weighted_sum(const Params& params, int arch, cudaStream_t stream);
 
 // ---- the two kernels behind these: experts.cu, up to 2 tiles of tokens an item, and prefill.cu with 6 ----

@@ -17,15 +17,13 @@ static int64_t most_items(const Params& p) {
 cudaError_t plan(Params& p, int device) {
     int64_t share = int64_t(p.T) * p.k / p.E;
     p.tiles = share < 9 ? 1 : share < 15 ? 2 : 6;
-    p.counters = most_items(p) + 1;
+    p.items = most_items(p);
     return many(p) ? plan_many(p, device) : plan_few(p, device);
 }
 
 int64_t between_size(const Params& p) {
     return many(p) ? (int64_t(p.T) * p.k * p.I + 1) / 2 : few_between_size(p);  // h is bf16
 }
-
-void place_counters(Params& p) { p.queue = p.arrived + most_items(p); }
 
 cudaError_t launch_experts(const Params& p, int arch, cudaStream_t stream) {
     return many(p) ? launch_many(p, arch, stream) : launch_few(p, arch, stream);

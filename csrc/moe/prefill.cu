@@ -99,7 +99,7 @@ __device__ void gate_up(const Params& p, const Task& task, Ring<NT>& ring) {
         write_row<2>(to + first + half * 32, h, token < task.count);
     }
     __syncwarp();
-    if (lane == 0) add_release(p.arrived + task.item);
+    if (lane == 0) add_release(p.arrived(task.item));
 }
 
 template <int NT>
@@ -144,11 +144,12 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(Params p) {
     __shared__ Barriers barriers;
     let_next_kernel_start();
     init_barriers(p, barriers);
+    wait_for_previous_kernel();
     if (threadIdx.x / 32 == kWarps) {
         List list = list_tasks(p, reinterpret_cast<int*>(memory + p.stages * kSlot<NT>), 8 * NT, false);
         stream<NT>(p, barriers, memory, list, [&](const Task& task, Rows<NT>& rows) {
             if (threadIdx.x % 32 == 0) {
-                while (load_acquire(p.arrived + task.item) < p.I / 32) {
+                while (load_acquire(p.arrived(task.item)) < p.I / 32) {
                 }
             }
             __syncwarp();
@@ -156,7 +157,6 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(Params p) {
         });
         return;
     }
-    wait_for_previous_kernel();
     Ring<NT> ring{p, barriers, memory};
     for (Task task; (task = ring.task()).stages > 0;) {
         if (task.sets) {

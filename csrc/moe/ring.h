@@ -170,10 +170,9 @@ __device__ void stream(const Params& p, Barriers& b, uint4* ring, const List& li
             barrier_arrive_after_copies(full);
             place.move(p);
         }
-        if (index == blockIdx.x) wait_for_previous_kernel();
         // Tasks of down are waited for: another is only taken once this one has begun.
         if (task.sets && task.stages <= p.stages) barrier_wait(b.empty + first.slot, first.parity ^ 1);
-        if (lane == 0) next = add_relaxed(p.queue);
+        if (lane == 0) next = add_relaxed(p.queue());
     }
     barrier_wait(b.empty + place.slot, place.parity);
     if (lane == 0) b.tasks[place.slot].stages = 0;

@@ -1,4 +1,5 @@
-// After the experts: out[t] = sum over slots of weight * row, in slot order in fp32; 8 columns a thread.
+// After the experts: out[t] = sum over slots of weight * row, in slot order in fp32; 8 columns a thread. Counters, which
+// nobody reads any more, back to zero.
 
 #include <algorithm>
 
@@ -16,6 +17,7 @@ __global__ void __launch_bounds__(kSumThreads) weighted_sum_kernel(Params p) {
     let_next_kernel_start();
     wait_for_previous_kernel();
     int vectors = p.D / 8, i = blockIdx.x * kSumThreads + threadIdx.x;
+    for (int c = i; c < counters_size(p); c += gridDim.x * kSumThreads) p.counters[c] = 0;
     if (i >= p.T * vectors) return;
     int t = i / vectors, column = i - t * vectors;
     float sum[8] = {};
@@ -25,7 +27,7 @@ __global__ void __launch_bounds__(kSumThreads) weighted_sum_kernel(Params p) {
 #pragma unroll
         for (int a = 0; a < kAhead; ++a) {
             int64_t pair = int64_t(t) * p.k + min(slot + a, p.k - 1);
-            weight[a] = slot + a < p.k ? p.pair_weights[pair] : 0.f;
+            weight[a] = slot + a < p.k ? p.weights[pair] : 0.f;
             row[a] = __ldcg(reinterpret_cast<const uint4*>(p.rows) + pair * vectors + column);
         }
 #pragma unroll

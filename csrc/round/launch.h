@@ -10,10 +10,8 @@
 namespace kimi_fx::round {
 
 __device__ inline void begin() {
-#if __CUDA_ARCH__ >= 900
     ptx::let_next_kernel_start();
     ptx::wait_for_previous_kernel();
-#endif
 }
 
 }  // namespace kimi_fx::round

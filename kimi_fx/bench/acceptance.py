@@ -13,8 +13,9 @@ from typing import Any
 from tqdm import tqdm
 
 from ..compose import check_used, load_config
+from ..config import LIMIT_NAMES
 from ..engine import Engine
-from ..inputs import check_each, read_prompts
+from ..inputs import check_each, read_plain
 from ..results import Result
 from ..runtime.buckets import holding
 from ..runtime.load import pick_device, pick_dtype
@@ -29,13 +30,14 @@ USUAL = [
     "sampling.max_tokens=256",
 ]
 OWN = dict.fromkeys(("step", "step.mode", "step.budget", "output", "sampling.n"), "leave it out")  # each has its own
+OWN |= dict.fromkeys((f"sampling.{name}" for name in LIMIT_NAMES[1:]), "give sampling.max_tokens")
 UNUSED = OWN | dict.fromkeys(("prompt", "ids", "messages"), "give prompts=FILE")
 
 
 def run(overrides: Sequence[str]) -> int:
     check_used("bench acceptance", overrides, UNUSED)
     config = load_config([*USUAL, *overrides])
-    read = read_prompts(config)
+    read = read_plain(config)
     prompts = [prompt.value for prompt in read]
     if (config.sampling.limit or 0) < 2:
         raise ValueError(f"sampling.max_tokens={config.sampling.limit} leaves no verify step to count: give 2 or more.")

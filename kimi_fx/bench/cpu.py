@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..compose import check_used, load_config
-from ..config import KEYS, LIMIT_NAMES, Mode
+from ..config import KEYS, Mode
 from ..engine import Engine
-from ..inputs import check_each, read_prompts
+from ..inputs import check_each, read_plain
 from ..runtime.load import target_folder
 from .acceptance import UNUSED
 from .huggingface import check_installed, huggingface
@@ -26,16 +26,15 @@ USUAL = [
     "limit=12",
     "sampling.max_tokens=128",
 ]
-LIMIT = {f"sampling.{name}" for name in LIMIT_NAMES}
-SAMPLING = dict.fromkeys({key for key in KEYS if key.startswith("sampling.")} - LIMIT, "its texts are greedy")
+SAMPLING = {key: "its texts are greedy" for key in KEYS if key.startswith("sampling.") and key != "sampling.max_tokens"}
 Way = Callable[[list[int]], list[int]]
 
 
 def run(overrides: Sequence[str]) -> int:
-    check_used("bench cpu", overrides, UNUSED | SAMPLING)
+    check_used("bench cpu", overrides, SAMPLING | UNUSED)
     check_installed()
     config = load_config([*USUAL, *overrides])
-    read = read_prompts(config)
+    read = read_plain(config)
     prompts = [prompt.value for prompt in read]
     tokens = config.sampling.limit or 1
     engine = Engine.open(config, check=lambda engine: check_each(read, engine.check))

@@ -124,7 +124,7 @@ def count_launches(w: Weights, i: Inputs) -> int:
         return KERNELS.mla_tree_verify(q.unsqueeze(0), a.pools[0], a.page_table, a.length, *own).flatten(0, 1)
 
     def mix(h: Tensor, *routing: Tensor) -> Tensor:
-        return KERNELS.marlin_moe(h, e.w13, e.s13, e.w2, e.s2, *routing)
+        return KERNELS.marlin_moe(h, e.w13, e.s13, e.w2, e.s2, *routing, i.counters)
 
     return len(launches(lambda: layer(KERNELS, w, i, attend, mix)))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..ops.marlin import GROUP
 from ..ops.marlin_moe import marlin_moe
-from ..ops.norm_route import choose
+from ..ops.norm_route import choose, counters_of
 from ..runtime.build import load_kernels
 from .device import Cells, Rates, asked, heat_map, numbers, per_layer, rates, report, result, some_of
 from .record import say
@@ -82,6 +82,7 @@ class Layer:
     weights: Tensor  # [T, K] f32
     order: Tensor  # [T * K] i32
     offsets: Tensor  # [E + 1] i32
+    counters: Tensor  # i32, the same for all layers
 
 
 def random_experts(inner: int) -> Experts:
@@ -111,12 +112,13 @@ def layers_of(s: Shape, experts: Sequence[Experts]) -> list[Layer]:
     x = torch.randn(len(experts), s.tokens, D, device="cuda", dtype=torch.bfloat16)
     bias, valid = torch.zeros(E, device="cuda"), torch.ones(s.tokens, dtype=torch.bool, device="cuda")
     chosen = (choose(draw_logits(s.tokens, s.routing), bias, valid, K, SCALE) for _ in experts)
-    return [Layer(e, row, *choice) for e, row, choice in zip(experts, x, chosen, strict=True)]
+    counters = torch.zeros(counters_of(s.tokens, E, K), dtype=torch.int32, device="cuda")
+    return [Layer(e, row, *choice, counters) for e, row, choice in zip(experts, x, chosen, strict=True)]
 
 
 def ours(layer: Layer) -> Tensor:
     e = layer.experts
-    return marlin_moe(layer.x, e.w13, e.s13, e.w2, e.s2, layer.weights, layer.order, layer.offsets)
+    return marlin_moe(layer.x, e.w13, e.s13, e.w2, e.s2, layer.weights, layer.order, layer.offsets, layer.counters)
 
 
 def plain(

@@ -56,7 +56,7 @@ def run(overrides: Sequence[str]) -> int:
     place = own_place(config)
     if place.port:
         raise ValueError("bench sums starts its ranks itself: call it without torchrun.")
-    if (devices := torch.cuda.device_count()) < max(config.mesh.tp, 2):
+    if config.mesh.tp < 2 or (devices := torch.cuda.device_count()) < config.mesh.tp:
         raise ValueError(f"bench sums needs mesh.tp=2 or more and as many CUDA devices, found {devices}.")
     config = settled(config, place)
     if config.device != "cuda" or not config.mesh.near:

@@ -83,7 +83,7 @@ def read_file(path: Path) -> bytes:
     return data
 
 
-def read_text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """A file of text. Raises CheckpointError as `read_file` does, and when it is not in UTF-8."""
     try:
         return read_file(path).decode()
@@ -212,8 +212,8 @@ def read_header(file: Path) -> dict[str, Entry]:
         raise CheckpointError(f"{file.name}: truncated, {size:,} bytes of a header of {8 + length:,}")
     try:
         header = parse_json(text.decode())
-        notes = header.pop("__metadata__", None) or {}
-        if not all(isinstance(note, str) for note in notes.values()):
+        notes = header.pop("__metadata__", None)
+        if notes is not None and not all(isinstance(note, str) for note in notes.values()):
             raise ValueError(f"__metadata__ is {notes}, not texts by name")
         entries = {name: _entry(file, spec) for name, spec in header.items()}
         promised = 8 + length + _end(entries)
@@ -228,7 +228,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 def _entry(file: Path, spec: dict[str, Any]) -> Entry:
     dtype, shape, (start, end) = DTYPES[spec["dtype"]], tuple(spec["shape"]), spec["data_offsets"]
     numbers = (*shape, start, end)
-    if {*map(type, numbers)} != {int} or min(numbers) < 0 or max(numbers) >= 2**63:
+    if {*map(type, numbers)} != {int} or min(numbers) < 0 or max(numbers) >= 2**64:
         raise ValueError(f"shape {list(shape)} at {[start, end]}, not whole numbers")
     if end - start != prod(shape) * dtype.itemsize:
         raise ValueError(f"{end - start} bytes for {spec['dtype']} {list(shape)}")

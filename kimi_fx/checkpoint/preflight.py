@@ -85,20 +85,19 @@ def check(plan: Any, entries: dict[str, Entry], layout: Layout, where: str) -> R
     tensors = tuple(needed(plan))
     prefix = layout.prefix if any(layout.prefix + tensor.name in entries for tensor in tensors) else ""
     wanted = {prefix + tensor.name: tensor for tensor in tensors}
-    groups = {name: _skipped(name.removeprefix(layout.prefix), layout) for name in entries}
-    found = {name: entry for name, entry in entries.items() if not groups[name]}
-    both = [(name, wanted[name], found[name]) for name in wanted if name in found]
+    both = [(name, tensor, entries[name]) for name, tensor in wanted.items() if name in entries]
+    rest = {name: _skipped(name.removeprefix(layout.prefix), layout) for name in entries if name not in wanted}
     shapes = [(n, f"{list(e.shape)} on disk, {list(w.shape)} wanted") for n, w, e in both if e.shape != w.shape]
     dtypes = [(n, f"{e.dtype} on disk, {w.dtypes[0]} wanted") for n, w, e in both if e.dtype not in w.dtypes]
     refuse(
         where,
-        _listed("missing", [(name, "") for name in wanted if name not in found])
-        + _listed("unexpected", [(name, "") for name in found if name not in wanted])
+        _listed("missing", [(name, "") for name in wanted if name not in entries])
+        + _listed("unexpected", [(name, "") for name, group in rest.items() if not group])
         + _listed("of another shape than config.json says", shapes)
         + _listed("of another dtype", dtypes),
     )
-    skipped = Counter(group for group in groups.values() if group)
-    return Report(prefix, tensors, sum(entry.bytes for entry in found.values()), dict(skipped))
+    skipped = Counter(group for group in rest.values() if group)
+    return Report(prefix, tensors, sum(entry.bytes for _, _, entry in both), dict(skipped))
 
 
 def _skipped(name: str, layout: Layout) -> str | None:

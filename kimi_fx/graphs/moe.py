@@ -28,5 +28,5 @@ def mix_experts(
         x, squares, counters, norm, p.router, p.bias, p.shared.gate_up, valid, m.K, m.routed_scale, m.norm_eps
     )
     e = p.experts
-    routed = ops.marlin_moe(h, e.w13, e.s13, e.w2, e.s2, weights, order, offsets)
+    routed = ops.marlin_moe(h, e.w13, e.s13, e.w2, e.s2, weights, order, offsets, counters)
     return add_linear(ops, shared, p.shared.down, x, routed, axis)

@@ -13,7 +13,8 @@ from torch.nn.functional import silu
 
 from .library import kernels
 from .marlin import GROUP, TILE_IN, dequantise, marlin_unpack, marlin_unpack_scales
-from .shapes import Given, agree
+from .norm_route import counters_of
+from .shapes import Given, agree, require
 
 
 def check(
@@ -25,6 +26,7 @@ def check(
     weights: Tensor,
     order: Tensor,
     offsets: Tensor,
+    counters: Tensor,
 ) -> None:
     gate_up: Given = (w13, "E D/16 4I", torch.int32) if s13 is not None else (w13, "E D 2I", x.dtype)
     down: Given = (w2, "E I/16 2D", torch.int32) if s2 is not None else (w2, "E I D", x.dtype)
@@ -39,8 +41,11 @@ def check(
         "s2": (s2, "E I/32 D", torch.bfloat16),
         "order": (order, "T*k", torch.int32),
         "offsets": (offsets, "E+1", torch.int32),
+        "counters": (counters, "counters", torch.int32),
     }
-    agree("marlin_moe", rest, **(s | halves | tiles | {"T*k": s["T"] * s["k"], "E+1": E + 1}))
+    found = agree("marlin_moe", rest, **(s | halves | tiles | {"T*k": s["T"] * s["k"], "E+1": E + 1}))["counters"]
+    least = counters_of(s["T"], E, s["k"])
+    require("marlin_moe", found >= least, f"{least} counters or more", found)
 
 
 def reference(
@@ -49,15 +54,16 @@ def reference(
     s13: Tensor | None,  # [E, D/32, 2I] bf16
     w2: Tensor,  # [E, I/16, 2*D] i32; without scales [E, I, D] of x's dtype
     s2: Tensor | None,  # [E, I/32, D] bf16
-    weights: Tensor,  # [T, k] f32
+    weights: Tensor,  # [T, k] f32, 0 for padding
     order: Tensor,  # [T*k] i32 pairs (token * k + slot) by expert, padding last
     offsets: Tensor,  # [E+1] i32
+    counters: Tensor,  # [counters_of(T, E, k)] i32 zero, and left so: the kernel's blocks count in it
 ) -> Tensor:
     """out[t] = sum over slots of weight * (silu(gate) * up) @ w2[e], (gate, up) = x[t] @ w13[e]; [T, D] as x.
 
     The sum runs in slot order in fp32. INT4 weights mean bf16(q * scale). Padding tokens get zeros.
     """
-    check(x, w13, s13, w2, s2, weights, order, offsets)
+    check(x, w13, s13, w2, s2, weights, order, offsets, counters)
     tokens, k = weights.shape
     counts = offsets.diff().tolist()
     hit = [e for e, count in enumerate(counts) if count]
@@ -95,8 +101,9 @@ def fake(
     weights: Tensor,
     order: Tensor,
     offsets: Tensor,
+    counters: Tensor,
 ) -> Tensor:
-    check(x, w13, s13, w2, s2, weights, order, offsets)
+    check(x, w13, s13, w2, s2, weights, order, offsets, counters)
     return x.new_empty(x.shape)
 
 
@@ -114,11 +121,12 @@ def _(
     weights: Tensor,
     order: Tensor,
     offsets: Tensor,
+    counters: Tensor,
 ) -> Tensor:
-    check(x, w13, s13, w2, s2, weights, order, offsets)
+    check(x, w13, s13, w2, s2, weights, order, offsets, counters)
     loaded = kernels()
     (experts, _, words), width = w13.shape, x.shape[1]
     fits = x.dtype == torch.bfloat16 and width % 64 == 0 and words % 256 == 0 and words <= 4 * 2048 and experts <= 1024
     if loaded is None or s13 is None or s2 is None or not fits:
-        return reference(x, w13, s13, w2, s2, weights, order, offsets)
+        return reference(x, w13, s13, w2, s2, weights, order, offsets, counters)
     return loaded.marlin_moe(x.contiguous(), w13, s13, w2, s2, weights.contiguous(), order, offsets)

@@ -17,8 +17,12 @@ Routed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def counters_of(tokens: int, experts: int, k: int) -> int:
-    """How many counters the kernels of a pass need; the reference counts in none."""
-    return 4 + min(tokens, ROWS) * (experts + k)
+    """How many counters the kernels of a pass need; references count in none.
+
+    Layers' products use 4 and, here, one a logit and a choice; `marlin_moe` 8 an item, which is an expert with 8 of its
+    tokens or more, and 8 besides.
+    """
+    return max(4 + min(tokens, ROWS) * (experts + k), 8 * (1 + experts + tokens * k // 8))
 
 
 def check(

@@ -5,11 +5,11 @@ and the width of the page table left open. A loaded function has their signature
 `signature` is compared once. All runs under `no_grad`; a compiled function refuses tensors of `inference_mode`.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from unittest.mock import patch
 
@@ -27,10 +27,6 @@ from .tensorrt import load_engines
 Step = Callable[..., Any]  # of the signature of `ddtree_step` or `prefill_step`
 Arguments = tuple[Any, ...]  # params, pool, state, and the rest of what a step takes
 PAGES, TABLE = 5, 3  # of an example: a size is only left open if it is neither 0 nor 1 nor equal to another
-
-
-class DamagedCode(ValueError):
-    """A file that holds no function."""
 
 
 def compile_step(bucket: Bucket, arguments: Arguments, kernels: Path) -> tuple[bytes, dict[str, Any]]:
@@ -53,27 +49,17 @@ def compile_step(bucket: Bucket, arguments: Arguments, kernels: Path) -> tuple[b
 
 
 def load_step(file: Path, arguments: Arguments, kernels: Path) -> Step:
-    """The function in a file, tried on idle arguments: nothing is left to be done at its first real call. Raises
-    DamagedCode where there is none in it."""
-    with building_in(kernels):
-        function = unpacked(file)
+    """The function in a file, tried on idle arguments: nothing is left to be done at its first real call."""
+    with building_in(kernels), file.open("rb") as data:
+        with torch._inductor.config.patch(compile_threads=1):  # nothing to compile: start no workers
+            try:
+                function: Any = torch.compiler.load_compiled_function(data, f_globals=vars(step))
+            except (EOFError, UnpicklingError) as error:
+                raise RuntimeError(f"{file} holds no compiled function ({error}): delete it.") from None
         function.disable_guard_check()
         load_engines(arguments, kernels)
         function(*arguments)
     return function
-
-
-def unpacked(file: Path) -> Any:
-    """The function in a file. Raises DamagedCode for whatever a pickle may raise that is cut short or changed."""
-    no_workers = torch._inductor.config.patch(compile_threads=1)  # nothing is left to be compiled
-    quietly = patch.object(sys, "unraisablehook", id)  # objects that were made in part complain as they go
-    try:
-        with file.open("rb") as data, no_workers, quietly:
-            return torch.compiler.load_compiled_function(data, f_globals=vars(step))
-    except (OSError, RuntimeError):  # of the disk, or the device
-        raise
-    except Exception as error:
-        raise DamagedCode(f"{file} holds no compiled function ({type(error).__name__}: {error}).") from error
 
 
 def example(bucket: Bucket, params: Params, model: Model) -> Arguments:

@@ -15,6 +15,8 @@ from multiprocessing.process import BaseProcess
 from threading import Thread
 from typing import Any, TypeVar, TypeVarTuple
 
+from ..signals import WORDS
+
 PATIENCE = 5.0  # seconds for a pool to see that its processes have ended
 Given = TypeVarTuple("Given")
 Result = TypeVar("Result")
@@ -44,8 +46,8 @@ def crew(size: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def submit(pool: ProcessPoolExecutor, job: Callable[[*Given], Result], *arguments: *Given) -> Future[Result]:
-    """Ctrl-C never comes to a process started for the job, and waits until that is done."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """A signal to stop never comes to a process started for the job, and waits until that is done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WORDS)
     try:
         future = pool.submit(job, *arguments)
         with pool._shutdown_lock:  # else the pool would not see the newest process end before another job does

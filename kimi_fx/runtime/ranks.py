@@ -34,7 +34,7 @@ GROUP = "0"  # torch's name of a process's first group; the same in all processe
 FOREVER = timedelta(days=365)  # a rank may wait that long for the next request; `Watch` finds one that hangs
 PATIENCE = 20.0  # seconds for the others to end in
 HEADER, LENGTH = 512, 8  # bytes of an order's first part, and of its length therein
-GUARD = "import os, threading; threading.Thread(target=lambda: os._exit(1 + len(os.read(0, 1))), daemon=True).start(); "
+GUARD = "import os, threading; threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start(); "
 FOLLOW = "import sys; sys.path[:] = {path!r}; from {module} import main; sys.exit(main({place!r}))"
 
 

@@ -25,7 +25,7 @@ from ..request import Plan
 from .buckets import Bucket, Chunk, buckets, fit, name
 from .build import cache_folder
 from .capture import Graphs
-from .compiled import Arguments, DamagedCode, Step, compile_step, example, load_step, signature
+from .compiled import Arguments, Step, compile_step, example, load_step, signature
 from .flight import in_one_piece
 from .ingredients import ingredients
 from .load import Loaded
@@ -43,8 +43,8 @@ def compiles(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
     return recorded(device, dtype) and config.ops == "auto" if on is None else on
 
 
-def wanted(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
-    """The same. Raises ValueError for settings that cannot be had so."""
+def check_steps(config: Config, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError for settings of compiled steps that cannot be had."""
     if config.run.compile and config.ops == "reference":
         raise ValueError("run.compile=true compiles the operators' kernels and ops=reference avoids them: choose one.")
     on = compiles(config, device, dtype)
@@ -53,7 +53,6 @@ def wanted(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
     if config.run.nodes is not None and not on:
         raise ValueError("run.nodes is of compiled steps, and none are in use: set run.compile=true, or leave it out.")
     check_backend(config, device, on)
-    return on
 
 
 def eager(config: Config) -> Config:
@@ -152,27 +151,18 @@ class Rounds:
         return self.steps[bucket]
 
     def ready(self, bucket: Bucket, arguments: Arguments) -> Step:
-        """A bucket's function loaded and tried, built if it has to be, and once more if what the store has is none."""
+        """A bucket's function loaded and tried, built if it has to be."""
         idle = example(bucket, arguments[0], self.model)
         entry = self.store.entry(name(bucket)) or self.build(bucket, idle)
         for compiled, found in zip_longest(entry["arguments"], signature(arguments)):
             if compiled != found:
                 where = self.store.folder
                 raise RuntimeError(f"{name(bucket)} takes {compiled} and was given {found}: delete {where}.")
-        try:
-            step = self.load(bucket, idle)
-        except DamagedCode:
-            self.store.reject(name(bucket), entry)
-            if not self.store.entry(name(bucket)):
-                self.build(bucket, idle)
-            step = self.load(bucket, idle)
+        with self.store.kernel_folder() as kernels:
+            step = load_step(self.store.code(name(bucket)), idle, kernels)
         if self.graphs:
             self.graphs.warm(partial(step, *idle))
         return step
-
-    def load(self, bucket: Bucket, idle: Arguments) -> Step:
-        with self.store.kernel_folder() as kernels:
-            return load_step(self.store.code(name(bucket)), idle, kernels)
 
     def build(self, bucket: Bucket, idle: Arguments) -> dict[str, Any]:
         """Compile a bucket into the store, unless another process has by now; its entry."""

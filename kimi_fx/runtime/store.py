@@ -77,12 +77,6 @@ class Store:
             self.discard(name, damaged)
         return None
 
-    def reject(self, name: str, entry: dict[str, Any]) -> None:
-        """Discard a function that is sound by its note and yet none, unless another process has by now."""
-        with self.building(quiet=True):
-            if self.entry(name) == entry:
-                self.discard(name, [self.code(name).name])
-
     def discard(self, name: str, damaged: Sequence[str]) -> None:
         """Remove a function's note, and its files that are damaged, with a warning."""
         note = f"{name}.json"

@@ -62,10 +62,10 @@ def loaded_once(
             return params
         make_room(file, parts, sum(form.nbytes for form in named(forms).values()))
     params = load()
-    if progress:
-        print(f"packed weights: kept in {file}", file=sys.stderr)
     with told(folder, ADVICE):
         keep(file, params)
+    if progress:
+        print(f"packed weights: kept in {file}", file=sys.stderr)
     return params
 
 

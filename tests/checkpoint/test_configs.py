@@ -252,7 +252,7 @@ def test_window_below_one(tmp_path: Path) -> None:
         (None, "holds no config.json"),
         ("{", "not JSON"),
         ("[1]", "a JSON list"),
-        pytest.param("[" * 3000, "config.json: not JSON (nested too deeply)", id="deep"),
+        pytest.param("[" * 100_000, "config.json: not JSON (nested too deeply)", id="deep"),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         ("<!DOCTYPE html><html>", "web page"),
     ],

@@ -116,7 +116,7 @@ def test_a_tensor_in_two_files(folder: Path) -> None:
         ((40).to_bytes(8, "little") + b"{", "truncated"),
         ((4).to_bytes(8, "little") + b"{{}}", "header is damaged"),
         ((2).to_bytes(8, "little") + b"[]", "header is damaged"),
-        ((3000).to_bytes(8, "little") + b"[" * 3000, "header is damaged (ValueError: nested too deeply)"),
+        ((100_000).to_bytes(8, "little") + b"[" * 100_000, "header is damaged (ValueError: nested too deeply)"),
         ((7).to_bytes(8, "little") + b'{"\xff":1}', "header is damaged (UnicodeDecodeError"),
     ],
     ids=lambda value: str(value)[:30],
@@ -166,7 +166,7 @@ def test_headers_that_safetensors_refuses(folder: Path, header: dict[str, Any], 
 
 
 few = st.sampled_from([0, 1, 2, 4, 8, 12, 16])
-odd = st.sampled_from([-1, True, 1.0, "1", None, [], {}, 2**63])
+odd = st.sampled_from([-1, True, 1.0, "1", None, [], {}, 2**64])
 specs = st.fixed_dictionaries(
     {
         "dtype": st.sampled_from(["U8", "BF16", "F32", "Q4"]),

@@ -12,6 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Exper
 
 from kimi_fx.ops import marlin_moe
 from kimi_fx.ops.marlin import dequantise, marlin_pack, marlin_pack_scales
+from kimi_fx.ops.norm_route import counters_of
 
 FLOATS = [torch.float32, torch.bfloat16]
 
@@ -40,12 +41,13 @@ def make_experts(E: int, D: int, inner: int) -> Experts:
     return Experts((w13, s13, w2, s2), plain13, plain2)
 
 
-def work_list(ids: Tensor, E: int) -> tuple[Tensor, Tensor]:
-    """Pairs by expert and each expert's start, from ids [T, k] with -1 for padding."""
+def work_list(ids: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs by expert and each expert's start, from ids [T, k] with -1 for padding; counters."""
     expert = [e if e >= 0 else E for e in ids.flatten().tolist()]
     order = sorted(range(len(expert)), key=lambda pair: expert[pair])
     starts = [sum(e < limit for e in expert) for limit in range(E + 1)]
-    return torch.tensor(order, dtype=torch.int32), torch.tensor(starts, dtype=torch.int32)
+    counters = torch.zeros(counters_of(len(ids), E, ids.shape[1]), dtype=torch.int32)
+    return torch.tensor(order, dtype=torch.int32), torch.tensor(starts, dtype=torch.int32), counters
 
 
 def dense(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -198,6 +200,6 @@ def test_operator_is_well_formed(dtype: torch.dtype) -> None:
 def test_no_tokens() -> None:
     x, weights = torch.zeros(0, 64), torch.zeros(0, 2)
     w13, w2 = torch.zeros(3, 64, 64), torch.zeros(3, 32, 64)
-    none = torch.zeros(0, dtype=torch.int32)
-    out = marlin_moe.marlin_moe(x, w13, None, w2, None, weights, none, torch.zeros(4, dtype=torch.int32))
+    ids = torch.zeros(0, 2, dtype=torch.int32)
+    out = marlin_moe.marlin_moe(x, w13, None, w2, None, weights, *work_list(ids, 3))
     assert out.shape == (0, 64)

@@ -20,7 +20,7 @@ from kimi_fx.ops.marlin import (
     marlin_unpack_scales,
 )
 from kimi_fx.ops.marlin_moe import marlin_moe
-from kimi_fx.ops.norm_route import choose
+from kimi_fx.ops.norm_route import choose, counters_of
 from kimi_fx.runtime.build import load_kernels
 
 pytestmark = pytest.mark.gpu
@@ -40,11 +40,12 @@ def poison(*sizes: int) -> None:
     del junk
 
 
-def work_list(ids: Tensor, E: int) -> tuple[Tensor, Tensor]:
-    """Pairs by expert and each expert's start, from ids [T, k] with -1 for padding."""
+def work_list(ids: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs by expert and each expert's start, from ids [T, k] with -1 for padding; counters."""
     expert, order = torch.where(ids < 0, E, ids).flatten().sort(stable=True)
     starts = torch.bincount(expert, minlength=E + 1).cumsum(0)[:E]
-    return order.int(), torch.nn.functional.pad(starts, (1, 0)).int()
+    zeros = torch.zeros(counters_of(len(ids), E, ids.shape[1]), dtype=torch.int32, device="cuda")
+    return order.int(), torch.nn.functional.pad(starts, (1, 0)).int(), zeros
 
 
 class Experts(NamedTuple):
@@ -87,7 +88,9 @@ def run(x: Tensor, experts: Experts, ids: Tensor, weights: Tensor) -> Tensor:
     (T, D), k = x.shape, ids.shape[1]
     lists = work_list(ids, len(experts.w2))
     poison(T * D // 2, T * D, T * k * D // 2, T * k * D, T * k * experts.w2.shape[2] // 2)
-    return marlin_moe(x, *experts.packed, weights.masked_fill(ids < 0, 0.0), *lists)
+    out = marlin_moe(x, *experts.packed, weights.masked_fill(ids < 0, 0.0), *lists)
+    assert not lists[2].any()
+    return out
 
 
 def exact(x: Tensor, experts: Experts, ids: Tensor, weights: Tensor) -> Tensor:
@@ -213,10 +216,11 @@ def test_a_captured_graph_follows_the_routing(T: int) -> None:
     experts, bias = make_experts(E, D, 128), torch.zeros(E, device="cuda")
     x, logits = inputs(T, D, k, seed=0)[0], torch.zeros(T, E, device="cuda")
     valid = torch.ones(T, dtype=torch.bool, device="cuda")
+    counters = torch.zeros(counters_of(T, E, k), dtype=torch.int32, device="cuda")  # one for all calls
 
     def layer() -> tuple[Tensor, Tensor, Tensor]:
         ids, weights, order, offsets = choose(logits, bias, valid, k, SCALE)
-        return ids, weights, marlin_moe(x, *experts.packed, weights, order, offsets)
+        return ids, weights, marlin_moe(x, *experts.packed, weights, order, offsets, counters)
 
     layer()
     graph = torch.cuda.CUDAGraph()
