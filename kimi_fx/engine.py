@@ -373,7 +373,7 @@ class Engine:
         for slot, request in enumerate(self.seated):
             if request.fruitless == self.config.step.give_up and request.gave_up is None:
                 request.stop_drafting()
-                self.state.budget[slot] = 0
+                self.state.budget[slot].fill_(0)
         return deltas
 
     def _logprob(self, request: Request, e: Any, i: int, j: int) -> TokenLogprob:
