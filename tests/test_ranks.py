@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -246,11 +247,33 @@ def test_engine_in_the_calling_process(alone: dict[str, Any]) -> None:
     stream.close()
     results = engine.generate(ranks.PROMPTS, ranks.ASKED, mode="tree")
     assert [r.outputs[0].token_ids for r in results] == [one["ids"] for one in alone["texts"]["tree"]]
+    check_slots_move_alike(engine)
     with pytest.raises(RuntimeError, match="one engine with mesh.tp above 1 at a time"):
         Engine.load([*FP32, "mesh.tp=2"], progress=False)
     del engine, stream
     gc.collect()
     assert follower.poll() == 0 and not watch.is_alive()
+
+
+def check_slots_move_alike(engine: Engine) -> None:
+    """Also where another thread drops a stream in the very step in which an earlier request ends."""
+    how = {"mode": "plain", "temperature": 0, "ignore_eos": True}
+    lengths, round_ = (6, 20, 20, 20), engine._round
+    alone = [engine.generate([3840, 9 + i], max_tokens=n, **how).outputs[0].token_ids for i, n in enumerate(lengths)]
+    streams = [engine.generate([3840, 9 + i], max_tokens=n, stream=True, **how) for i, n in enumerate(lengths)]
+    ids = [next(stream).token_ids for stream in streams]
+
+    def last_round() -> Any:
+        if engine.seated[0].limit == 6 and len(engine.seated[0].ids) == 5 and streams[1] is not None:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(streams.__setitem__, 1, None).result(10)
+        return round_()
+
+    engine._round = last_round  # type: ignore[method-assign]
+    for i in (0, 2, 3):
+        ids[i] += tuple(t for delta in streams[i] for t in delta.token_ids)
+    del engine._round
+    assert streams[1] is None and [ids[i] for i in (0, 2, 3)] == [alone[i] for i in (0, 2, 3)]
 
 
 def test_a_ranks_share_of_kimi_k2_6() -> None:
