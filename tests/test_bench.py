@@ -141,6 +141,7 @@ def test_kernel_benchmarks_say_what_they_need(name, capsys, monkeypatch, tmp_pat
         (["sums", "layers=[62]"], "layers takes numbers from 1 to 61, found 62"),
         (["sums", "target=kimi_nano"], "takes tokens, pass, layers, mesh.tp and mesh.timeout, found target"),
         (["sums", "step.budget=3", "mesh.tp=2"], "found step.budget."),
+        (["sums"], "bench sums needs mesh.tp=2 or more and as many CUDA devices, found mesh.tp=1 and "),
         (["mla", "folder=/dev/null/out"], "cannot make folder=/dev/null/out: Not a directory"),
         (["draft", "batch=[65]"], "batch takes numbers from 1 to 64, found 65"),
         (["layer", "rows=[129]"], "rows takes numbers from 1 to 128, found 129"),
