@@ -81,7 +81,10 @@ class Ranks:
         self, place: Place, config: Config | None = None, kind: Any = None, module: str = "kimi_fx.follow"
     ) -> None:
         if dist.is_initialized():
-            raise RuntimeError("this process is in a process group already: one engine with mesh.tp above 1 at a time.")
+            raise RuntimeError(
+                "this process is in a process group already: one engine with mesh.tp above 1 at a time, and a new process "
+                "after ranks have failed."
+            )
         if place.rank:
             see_only(place.device)
         serves = place.rank == 0 and place.serves
