@@ -8,6 +8,7 @@ in between. One process group carries both: tensors on CUDA through NCCL, tensor
 import atexit
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -64,13 +65,34 @@ def own_place(config: Config) -> Place:
 
 
 def launched_place() -> Place | None:
-    """What torchrun says, if it started this process."""
-    rank, size, host, port = (environment(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    if rank is None or size is None or host is None or port is None:
+    """What torchrun says, if it started this process. Raises ValueError for numbers that cannot be."""
+    host = environment("MASTER_ADDR")
+    if host is None or any(environment(name) is None for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")):
         return None
+    size, port = whole("WORLD_SIZE", 1), whole("MASTER_PORT", 1, 65_535)
+    rank, device = whole("RANK", 0, size - 1), whole("LOCAL_RANK", 0, size - 1)
     served = environment("TORCHELASTIC_USE_AGENT_STORE") == "True"
     prefix = f"kimi_fx/{environment('TORCHELASTIC_RESTART_COUNT') or 0}"
-    return Place(int(rank), int(size), int(environment("LOCAL_RANK") or 0), host, int(port), prefix, not served)
+    return Place(rank, size, device, host, port, prefix, not served)
+
+
+def whole(name: str, least: int, most: int = 2**31 - 1) -> int:
+    """A number in one of torchrun's variables; unset it is 0."""
+    text = environment(name) or "0"
+    if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
+        range_ = f"from {least} to {most}" if most < 2**31 - 1 else f"of {least} or more"
+        raise ValueError(f"{name}={text} is no number {range_}: start the ranks with torchrun, or unset RANK.")
+    return int(text)
+
+
+def open_store(place: Place, serves: bool) -> TCPStore:
+    """The ranks' store. Raises ValueError where another process has its port."""
+    try:
+        return TCPStore(place.host, place.port, is_master=serves, wait_for_workers=False)
+    except dist.DistNetworkError as error:
+        if not serves or "EADDRINUSE" not in str(error):
+            raise
+        raise ValueError(f"MASTER_PORT={place.port} is taken by another process: give one that is free.") from error
 
 
 class Ranks:
@@ -88,7 +110,7 @@ class Ranks:
         if place.rank:
             see_only(place.device)
         serves = place.rank == 0 and place.serves
-        self.server = TCPStore(place.host, place.port, is_master=serves, wait_for_workers=False)
+        self.server = open_store(place, serves)
         self.place = Place(**vars(place) | {"port": self.server.port})
         self.store = PrefixStore(place.prefix, self.server)
         self.followers = [start(self.place, rank, module) for rank in range(1, place.size)] if place.port == 0 else []
