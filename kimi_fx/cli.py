@@ -1,7 +1,7 @@
 """The command line: `kimi-fx <command> key=value …`. Results on stdout, everything else on stderr.
 
-Exit codes: 0 success, 1 something failed while running, 2 the request was wrong; 130 interrupted and 143 terminated
-are `__main__`'s.
+Exit codes: 0 success, 1 something failed while running, 2 the request was wrong; 130 interrupted, 141 nobody reads
+stdout any more, and 143 terminated are `__main__`'s.
 """
 
 import io
@@ -55,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kimi-fx: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nothing more to say
-        return 1
+        raise  # the reader left: nothing more to say
     except (RuntimeError, OSError, MemoryError) as error:
         print(f"kimi-fx: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

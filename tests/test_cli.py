@@ -169,6 +169,22 @@ def test_signals(process, numbers, code, word):
     assert "loaded" in loaded and "temperature" in settings and rest == [f"kimi-fx: {word}"]
 
 
+def test_a_reader_that_leaves(process):
+    """The code that a shell expects, and no word."""
+    process.stdout.close()
+    assert process.wait(60) == 141
+    assert len(process.stderr.read().splitlines()) == 2  # as it loaded
+
+
+@pytest.mark.parametrize("word", ["config", "--help"])
+def test_a_reader_that_never_was(word):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "kimi_fx", word], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 EARLY = """
 import os, signal, sys
 
@@ -211,12 +227,6 @@ def test_an_encoding_without_the_texts_characters(output, tmp_path):
         assert not json.loads(text)["outputs"][0]["text"].isascii()
     else:
         assert "\\x" in text or "\\u" in text
-
-
-def test_a_reader_that_leaves(process):
-    process.stdout.close()
-    assert process.wait(60) == 1
-    assert b"Traceback" not in process.stderr.read()
 
 
 def test_import_is_quick_and_without_torch():

@@ -203,6 +203,18 @@ def test_the_first_is_killed(tmp_path: Path) -> None:
     first.stderr.close()
 
 
+def test_nobody_reads_the_first(tmp_path: Path) -> None:
+    file = tmp_path / "second"
+    call = [sys.executable, str(ORACLES / "failing.py"), "interrupted", str(file), *FP32, "mesh.tp=2"]
+    asked = ["ids=[3840,100,200]", "output=json", "sampling.max_tokens=5"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    first = subprocess.run([*call, *asked], env=environment(), stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert first.returncode == 141 and len(first.stderr.splitlines()) == 3  # as it loaded
+    assert state(int(file.read_text())) == ""
+
+
 def test_the_first_is_killed_while_the_others_start() -> None:
     call = [sys.executable, "-m", "kimi_fx", "generate", "ids=[3840]", *FP32, "mesh.tp=2"]
     with subprocess.Popen(call, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as first:

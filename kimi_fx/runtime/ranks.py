@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..checkpoint.shards import AXES
 from ..config import Config, environment, see_only, with_environment
 from ..graphs.axis import Axis, gather, psum, rows_of_columns
-from ..signals import Stopped, handle
+from ..signals import UNREAD, Stopped, handle
 from .peers import part, share
 from .watch import GRACE, Watch
 
@@ -104,8 +104,8 @@ class Ranks:
     ) -> None:
         if dist.is_initialized():
             raise RuntimeError(
-                "this process is in a process group already: one engine with mesh.tp above 1 at a time, and a new process "
-                "after ranks have failed."
+                "this process is in a process group already: one engine with mesh.tp above 1 at a time, and a new "
+                "process after ranks have failed."
             )
         if place.rank:
             see_only(place.device)
@@ -187,6 +187,8 @@ class Ranks:
         """End all ranks for this rank's error. Raises RuntimeError with the first cause where another rank had it."""
         own = self.ended or not isinstance(error, Exception) or self.watch.report(error)
         code = 2 if own and isinstance(error, ValueError) else 1
+        if isinstance(error, BrokenPipeError):
+            code = UNREAD
         if isinstance(error, KeyboardInterrupt):
             code = error.code if isinstance(error, Stopped) else 130
         self.close(broken=True, code=code)
