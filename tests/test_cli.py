@@ -246,6 +246,8 @@ def test_validate(call, small, tmp_path, monkeypatch):
     file.write_text('{"ids": [1, 2, 3]}\n{"ids": [7], "max_tokens": 20}')
     code, out, err = call("validate", f"prompts={file}", *small)
     assert code == 0 and "4 of 4 comparisons good" in err
+    assert "the kernels are not compared with the reference: there are none for this device" in err
+    assert re.search(r"temperature 0, whatever sampling.temperature is; sampling.seed=\d+\n", err)
     lines = [line.split() for line in out.splitlines()]
     assert [line[:4] for line in lines] == [["prompt", str(i), m, "equal,"] for i in "01" for m in ("chain", "tree")]
 
@@ -256,7 +258,8 @@ def test_validate(call, small, tmp_path, monkeypatch):
         return sound(params, pool, state, model, tokens, wrong, valid, ancestors)
 
     monkeypatch.setattr(step, "verify", one_off)
-    code, out, err = call("validate", f"prompts={file}", *small)
+    code, out, err = call("validate", f"prompts={file}", "sampling.seed=7", *small)
+    assert "sampling.seed=7\n" in err
     assert code == 1 and "DIFFERENT after" in out and "4 of 4" not in err
 
 
