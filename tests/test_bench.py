@@ -153,6 +153,20 @@ def test_kernel_benchmarks_refuse_first(words, said, capsys, monkeypatch):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("step", "one of eight tensor-parallel ranks|Takes `batch=|  routing=[uniform,zipf]"),
+        ("sums", "what ranks pay for their sums|`mesh.tp=2`|  pass=[16,64]"),
+        ("demo", "one prompt from the shipped pair|keys that `kimi-fx config` prints|  run.threads=1"),
+    ],
+)
+def test_a_benchmark_says_its_keys(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(part in out for part in said.split("|")), out
+
+
 def test_what_is_given_twice_is_measured_once() -> None:
     assert numbers("batch", ["1", "8", "01", "1"], 1, 64) == [1, 8]
     assert some_of("nodes", ["8", "1", "8"], (1, 8, 16)) == ["8", "1"]
