@@ -147,7 +147,6 @@ class SamplingParams:
         return self.include_stop_str_in_output or self.no_stop_trim
 
 
-
 @dataclass(frozen=True)
 class Cache:
     """What is kept: rows of tokens in the paged pool, and weights on disk."""
