@@ -172,7 +172,8 @@ class Rounds:
         with self.store.building(quiet=not self.speaks):
             if entry := self.store.entry(name(bucket)):
                 return entry
-            return self.keep(bucket, *compile_step(bucket, idle, self.store.inductor), self.store.inductor)
+            with self.store.workshop(stocked=True) as kernels:
+                return self.keep(bucket, *compile_step(bucket, idle, kernels), kernels)
 
     def keep(self, bucket: Bucket, code: bytes, notes: dict[str, Any], kernels: Path) -> dict[str, Any]:
         """Put what was compiled into the store, which is locked; its entry."""
