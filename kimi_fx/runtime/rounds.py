@@ -197,7 +197,8 @@ class Rounds:
     def lack(self, cold: Sequence[Bucket]) -> str:
         """What is cold, and why."""
         count = f"{len(cold)} of {len(self.buckets)} compiled steps"
-        return f"{count} are not in {self.store.folder} ({name(cold[-1])}, …; {self.store.why_cold()})"
+        which = name(cold[-1]) + (", …" if len(cold) > 1 else "")
+        return f"{count} are not in {self.store.folder} ({which}; {self.store.why_cold()})"
 
     def release(self) -> None:
         """Drop the graphs, once they have run: a group whose operations they hold could not end."""

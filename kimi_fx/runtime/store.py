@@ -95,7 +95,7 @@ class Store:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     if not quiet:
-                        warn(f"waiting for another process that is building in {self.folder}")
+                        warn(f"waiting for another process, or rank, that is building in {self.folder}")
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 for broken_off in self.folder.glob(f"{BUILD}*/"):
                     shutil.rmtree(broken_off)
