@@ -58,7 +58,7 @@ def run(overrides: Sequence[str]) -> int:
         raise ValueError("bench sums starts its ranks itself: call it without torchrun.")
     devices = torch.cuda.device_count()
     if config.mesh.tp < 2 or devices < config.mesh.tp:
-        there = f"found mesh.tp={config.mesh.tp} and {devices}"
+        there = f"found mesh.tp={config.mesh.tp} and {devices} of them"
         raise ValueError(f"bench sums needs mesh.tp=2 or more and as many CUDA devices, {there}.")
     config = settled(config, place)
     if config.device != "cuda" or not config.mesh.near:
