@@ -70,7 +70,8 @@ def validate(overrides: Sequence[str]) -> int:
     if config.mesh.tp > 1:
         print("with mesh.tp above 1 the kernels are not compared with the reference", file=sys.stderr)
     elif not engine.rounds and loaded.model.ops is REFERENCE:
-        print("the kernels are not compared with the reference: there are none for this device", file=sys.stderr)
+        why = "ops=reference asks for none" if config.ops == "reference" else "there are none for this device"
+        print(f"the kernels are not compared with the reference: {why}", file=sys.stderr)
     else:
         plain = Engine(eager(config), replace(loaded, model=replace(loaded.model, ops=REFERENCE)))
         runs["reference"] = plain.generate(prompts, params, mode="plain")

@@ -28,5 +28,5 @@ def usage(name: str) -> str:
     measures = cleandoc(module.__doc__ or name)
     takes = cleandoc(module.run.__doc__ or "Takes the keys that `kimi-fx config` prints.")
     own = getattr(module, "DEFAULTS", {})
-    lists = [f"{key}={str(value).translate({32: None, 39: None})}" for key, value in own.items()]
+    lists = [f"{key}={value}".replace(" ", "").replace("'", "") for key, value in own.items()]
     return "\n  ".join([f"{measures}\n\n{takes}\nDefaults of its own:", *(lists or module.USUAL)])

@@ -125,7 +125,8 @@ class Store:
             key = file.relative_to(self.folder).as_posix()
             if key not in sound:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                remove(file)
+                if file.is_dir():
+                    remove(file)
                 os.replace(made, file)
             files[key] = sound.get(key) or checksum(file)
         note = {"seconds": seconds, "arguments": list(arguments), "files": files}
