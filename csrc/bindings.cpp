@@ -2,7 +2,7 @@
 //
 // They are `kimi_fx_cuda::…`; the operators the graphs call are `kimi_fx::…` of kimi_fx/ops, whose CUDA kernels call
 // these where dtype and widths fit. Schemas take no out arguments: nothing aliases, and only `commit` mutates.
-// Long because a library of the stable ABI registers all its operators once, here.
+// Long because all operators but those of a layer's products (layer/operators.cpp) are here, each with its checks.
 
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

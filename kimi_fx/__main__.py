@@ -1,10 +1,11 @@
-"""`python -m kimi_fx` or `kimi-fx`: the command line as a process, which a signal ends with a word and its code."""
+"""`python -m kimi_fx` or `kimi-fx`: the command line as a process. A signal ends it with a word and its code, a reader
+that leaves with a code alone."""
 
 import signal
 import sys
 from collections.abc import Sequence
 
-from .signals import Stopped, handle, listen
+from .signals import UNREAD, Stopped, handle, hush, listen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -13,7 +14,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from .cli import main
 
-        return main(argv)
+        code = main(argv)
+        return UNREAD if hush() else code
+    except BrokenPipeError:
+        hush()
+        return UNREAD
     except Stopped as stopped:
         handle(signal.SIG_IGN)
         print(f"kimi-fx: {stopped}", file=sys.stderr)

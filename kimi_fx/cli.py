@@ -1,7 +1,7 @@
 """The command line: `kimi-fx <command> key=value …`. Results on stdout, everything else on stderr.
 
-Exit codes: 0 success, 1 something failed while running, 2 the request was wrong; 130 interrupted and 143 terminated
-are `__main__`'s.
+Exit codes: 0 success, 1 something failed while running, 2 the request was wrong; 130 interrupted, 141 nobody reads
+stdout any more, and 143 terminated are `__main__`'s.
 """
 
 import io
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from . import __version__
-from .bench import BENCHES
+from .bench import BENCHES, usage
 from .config import environment
 from .results import Delta
 from .rules import nearest
@@ -25,7 +25,7 @@ USAGE = f"""usage: kimi-fx <command> [key=value …]
   warmup     compile every step of a configuration into the artefact store, ahead of use
   config     print every key with its value, type and origin
   bench      {" | ".join(BENCHES)}
-             a kernel's names its own keys if given another
+             kimi-fx bench NAME --help: what it measures, the keys it takes
   build      [arch=sm_80,sm_90a,sm_120]   compile the CUDA kernels
 
 Keys are those `kimi-fx config` prints: groups are chosen by name or path (target=kimi_nano, step=chain), single
@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a text may have what a terminal's encoding has not
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (closed by the caller: nothing to say it to)
+    if args[:1] == ["bench"] and "--help" in args[2:] and args[1] in BENCHES:
+        print(usage(args[1]))
+        return 0
     if not args or args[0] in ("-h", "--help", "help") or "--help" in args:
         print(USAGE, end="")
         return 0 if args else 2
@@ -55,8 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kimi-fx: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nothing more to say
-        return 1
+        raise  # the reader left: nothing more to say
     except (RuntimeError, OSError, MemoryError) as error:
         print(f"kimi-fx: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -128,6 +128,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_sampling(self)
+        for name, value in vars(self).items():  # lists and dicts are the caller's, who may use them again
+            object.__setattr__(self, name, cast(value, KEYS[f"sampling.{name}"]))
 
     @property
     def limit(self) -> int | None:
@@ -143,11 +145,6 @@ class SamplingParams:
     def keep_stop(self) -> bool:
         """include_stop_str_in_output by either name."""
         return self.include_stop_str_in_output or self.no_stop_trim
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings, also where a single one was given."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 @dataclass(frozen=True)
@@ -393,7 +390,7 @@ LIMITS = {  # for a list or map: each number in it
     "run.threads": Range(1, 1024),
     "run.nodes": Range(1, NODE_BUCKETS[-1]),
     "mesh.tp": Range(1, 1024),
-    "mesh.timeout": Range(0, above=True),
+    "mesh.timeout": Range(1),
     "ids": Range(0),
     "limit": Range(1),
     "budgets": Range(0, MAX_BUDGET),
@@ -459,7 +456,7 @@ def check_sampling(p: SamplingParams) -> None:
         problems = synonym_problems({name: value for name, value in vars(p).items() if value is not False})
         if p.least > limit:
             problems.append(f"min_tokens={p.least}: more than max_tokens, which is {limit}")
-        if "" in p.stops:
+        if "" in cast(p.stop, KEYS["sampling.stop"]):
             problems.append(f"stop={p.stop!r}: an empty string would end every text at once")
         if lowest < 0:
             problems.append(f"logit_bias: token ids are 0 or more, found {lowest}")

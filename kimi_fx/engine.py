@@ -150,6 +150,7 @@ class Engine:
 
         A step that raises ends the requests it had seated with finish "error"; the engine goes on.
         """
+        self._drop()  # before the step, as the other ranks do it, so that all free slots in one order
         self.stepping, deltas = True, []
         try:
             if self.ranks and not self.ranks.place.rank:
@@ -169,7 +170,6 @@ class Engine:
             self.stepping = False
             if self.ranks:
                 self.ranks.watch.done()
-            self._drop()
             self._dismiss()
             for delta in deltas:
                 if delta.request in self.inbox:
@@ -283,10 +283,10 @@ class Engine:
     def _stream(self, params: SamplingParams) -> TextStream | None:
         tokenizer = self.loaded.text.tokenizer
         if tokenizer is None:
-            if params.stops:
+            if params.stop:
                 raise ValueError("The checkpoint has no tiktoken.model, so a stop string cannot be found in ids.")
             return None
-        return TextStream(tokenizer, params.stops, params.keep_stop, params.skip_special_tokens, params.least)
+        return TextStream(tokenizer, params.stop, params.keep_stop, params.skip_special_tokens, params.least)
 
     def _stops(self, params: SamplingParams) -> tuple[int, ...]:
         own = () if params.ignore_eos else self.loaded.text.stop_ids
@@ -308,8 +308,8 @@ class Engine:
             if pages is None:
                 return
             request.pages = pages
-            seat(self.state, len(self.seated), self.waiting.popleft(), self._stops(request.params))
-            self.seated.append(request)
+            self.seated.append(self.waiting.popleft())
+            seat(self.state, len(self.seated) - 1, request, self._stops(request.params))
 
     def _prefill(self) -> list[Delta]:
         slot = next((i for i, r in enumerate(self.seated) if r.prefilling), None)
@@ -373,7 +373,7 @@ class Engine:
         for slot, request in enumerate(self.seated):
             if request.fruitless == self.config.step.give_up and request.gave_up is None:
                 request.stop_drafting()
-                self.state.budget[slot] = 0
+                self.state.budget[slot].fill_(0)
         return deltas
 
     def _logprob(self, request: Request, e: Any, i: int, j: int) -> TokenLogprob:
@@ -407,8 +407,9 @@ class Engine:
                     yield inbox.popleft()
         finally:
             self.left.extend(r.id for r in requests)
-            with suppress(Taken), self.turn:  # another thread's step does it at its end
-                self._drop()
+            with suppress(Taken), self.turn:
+                if not self.stepping:  # else, and where another thread is at work, the next step does it
+                    self._drop()
 
     def _drop(self) -> None:
         """End the requests that nobody reads any more."""

@@ -1,13 +1,18 @@
 """Ctrl-C and SIGTERM end a command alike: what runs is broken off and cleaned up, once, and a word says so.
 
+A reader that closes its end, as `head` does, is no signal here but BrokenPipeError: it ends a command as quietly.
+
 Imports next to nothing, as it is the first that a command does.
 """
 
+import os
 import signal
+import sys
 import time
 from types import FrameType
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+UNREAD = 128 + signal.SIGPIPE  # what a process ends with that nobody reads any more
 CALM = 5.0  # seconds after a signal in which the next ones leave the cleaning up alone
 
 
@@ -43,3 +48,17 @@ def handle(how: signal.Handlers) -> None:
     """From now on SIG_IGN: they change nothing; SIG_DFL: they end the process at once, be it inside a collective."""
     for number in WORDS:
         signal.signal(number, how)
+
+
+def hush() -> bool:
+    """Write what waits; whether a reader has left, to whom then nothing more is written, be it as the process ends."""
+    left = False
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            left = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (OSError, ValueError, AttributeError):  # full, closed, or none
+            pass
+    return left

@@ -2,9 +2,11 @@
 
 The first difference against plain decoding is judged by the gap between the two best logits there: under the
 tolerance (four times the RMS difference of the shared tokens' log-probabilities) it is rounding, above it a fault.
-In fp32 any difference is a fault. Compares greedy text, whatever sampling.temperature is.
+In fp32 any difference is a fault. Compares greedy text, whatever sampling.temperature is. Every run has one seed, which
+is printed, so that a verdict can be repeated.
 """
 
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -53,9 +55,12 @@ def validate(overrides: Sequence[str]) -> int:
     """Print a verdict per prompt and comparison; 0 if all are good, else 1."""
     check_used("validate", overrides, {"budgets": "give step.budget", "output": "leave it out"})
     config = load_config(overrides)
-    read = [p._replace(fields=p.fields | {"temperature": 0, "logprobs": 2, "n": 1}) for p in read_prompts(config)]
+    seed = secrets.randbits(32) if config.sampling.seed is None else config.sampling.seed
+    own = {"temperature": 0, "logprobs": 2, "n": 1}
+    read = [p._replace(fields={"seed": seed} | p.fields | own) for p in read_prompts(config)]
     prompts, params = [p.value for p in read], [p.fields for p in read]
     engine = Engine.open(config, check=lambda engine: comparable(engine, read))
+    print(f"temperature 0, whatever sampling.temperature is; sampling.seed={seed}", file=sys.stderr)
     loaded = engine.loaded
     modes: list[Mode] = ["plain", "chain", "tree"] if loaded.params.drafter else ["plain"]
     budgets = {config.step.mode: config.step.budget}
@@ -64,7 +69,10 @@ def validate(overrides: Sequence[str]) -> int:
     }
     if config.mesh.tp > 1:
         print("with mesh.tp above 1 the kernels are not compared with the reference", file=sys.stderr)
-    elif engine.rounds or loaded.model.ops is not REFERENCE:
+    elif not engine.rounds and loaded.model.ops is REFERENCE:
+        why = "ops=reference asks for none" if config.ops == "reference" else "there are none for this device"
+        print(f"the kernels are not compared with the reference: {why}", file=sys.stderr)
+    else:
         plain = Engine(eager(config), replace(loaded, model=replace(loaded.model, ops=REFERENCE)))
         runs["reference"] = plain.generate(prompts, params, mode="plain")
     exact = loaded.dtype == torch.float32

@@ -141,6 +141,7 @@ def test_kernel_benchmarks_say_what_they_need(name, capsys, monkeypatch, tmp_pat
         (["sums", "layers=[62]"], "layers takes numbers from 1 to 61, found 62"),
         (["sums", "target=kimi_nano"], "takes tokens, pass, layers, mesh.tp and mesh.timeout, found target"),
         (["sums", "step.budget=3", "mesh.tp=2"], "found step.budget."),
+        (["sums"], "bench sums needs mesh.tp=2 or more and as many CUDA devices, found mesh.tp=1 and "),
         (["mla", "folder=/dev/null/out"], "cannot make folder=/dev/null/out: Not a directory"),
         (["draft", "batch=[65]"], "batch takes numbers from 1 to 64, found 65"),
         (["layer", "rows=[129]"], "rows takes numbers from 1 to 128, found 129"),
@@ -150,6 +151,20 @@ def test_kernel_benchmarks_refuse_first(words, said, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert main(["bench", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("step", "one of eight tensor-parallel ranks|Takes `batch=|  routing=[uniform,zipf]"),
+        ("sums", "what ranks pay for their sums|`mesh.tp=2`|  pass=[16,64]"),
+        ("demo", "one prompt from the shipped pair|keys that `kimi-fx config` prints|  run.threads=1"),
+    ],
+)
+def test_a_benchmark_says_its_keys(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(part in out for part in said.split("|")), out
 
 
 def test_what_is_given_twice_is_measured_once() -> None:

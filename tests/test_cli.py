@@ -169,6 +169,22 @@ def test_signals(process, numbers, code, word):
     assert "loaded" in loaded and "temperature" in settings and rest == [f"kimi-fx: {word}"]
 
 
+def test_a_reader_that_leaves(process):
+    """The code that a shell expects, and no word."""
+    process.stdout.close()
+    assert process.wait(60) == 141
+    assert len(process.stderr.read().splitlines()) == 2  # as it loaded
+
+
+@pytest.mark.parametrize("word", ["config", "--help"])
+def test_a_reader_that_never_was(word):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "kimi_fx", word], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 EARLY = """
 import os, signal, sys
 
@@ -213,12 +229,6 @@ def test_an_encoding_without_the_texts_characters(output, tmp_path):
         assert "\\x" in text or "\\u" in text
 
 
-def test_a_reader_that_leaves(process):
-    process.stdout.close()
-    assert process.wait(60) == 1
-    assert b"Traceback" not in process.stderr.read()
-
-
 def test_import_is_quick_and_without_torch():
     code = (
         "import sys, time; begun = time.perf_counter(); import kimi_fx; kimi_fx.SamplingParams(n=2);"
@@ -236,6 +246,8 @@ def test_validate(call, small, tmp_path, monkeypatch):
     file.write_text('{"ids": [1, 2, 3]}\n{"ids": [7], "max_tokens": 20}')
     code, out, err = call("validate", f"prompts={file}", *small)
     assert code == 0 and "4 of 4 comparisons good" in err
+    assert "the kernels are not compared with the reference: there are none for this device" in err
+    assert re.search(r"temperature 0, whatever sampling.temperature is; sampling.seed=\d+\n", err)
     lines = [line.split() for line in out.splitlines()]
     assert [line[:4] for line in lines] == [["prompt", str(i), m, "equal,"] for i in "01" for m in ("chain", "tree")]
 
@@ -246,7 +258,8 @@ def test_validate(call, small, tmp_path, monkeypatch):
         return sound(params, pool, state, model, tokens, wrong, valid, ancestors)
 
     monkeypatch.setattr(step, "verify", one_off)
-    code, out, err = call("validate", f"prompts={file}", *small)
+    code, out, err = call("validate", f"prompts={file}", "sampling.seed=7", *small)
+    assert "sampling.seed=7\n" in err
     assert code == 1 and "DIFFERENT after" in out and "4 of 4" not in err
 
 

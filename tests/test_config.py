@@ -359,7 +359,8 @@ def test_any_number_for_any_parameter(name: str, value: object) -> None:
 )  # fmt: skip
 def test_sampling_lists_and_maps(name: str, good: list, bad: list) -> None:
     for value in good:
-        assert getattr(SamplingParams(**{name: value}), name) == value
+        held = getattr(SamplingParams(**{name: value}), name)
+        assert held == ((value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value)
     for value in bad:
         with pytest.raises(ValueError, match=f"^{name}[=:]"):
             SamplingParams(**{name: value})
@@ -386,7 +387,7 @@ def test_synonyms_read_as_one() -> None:
     assert SamplingParams(min_tokens=0, min_new_tokens=0).least == 0
     assert SamplingParams(no_stop_trim=True).keep_stop and not SamplingParams().keep_stop
     assert SamplingParams(include_stop_str_in_output=True).keep_stop
-    assert SamplingParams(stop="ab").stops == SamplingParams(stop=["ab"]).stops == ("ab",)
+    assert SamplingParams(stop="ab").stop == SamplingParams(stop=["ab"]).stop == ("ab",)
     for first, second in (
         ("max_tokens", "max_new_tokens"),
         ("max_new_tokens", "max_completion_tokens"),

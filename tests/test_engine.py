@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import kimi_fx.engine
 from kimi_fx import SamplingParams
 from kimi_fx.compose import load_config
 from kimi_fx.engine import Engine
@@ -234,6 +235,26 @@ def test_cancel(small_engine):
     assert ends == {0: "abort", 1: "abort", 2: "length"}
     assert sum(len(d.token_ids) for d in rest if d.prompt == 2) == 10
     assert_idle(engine)
+
+
+def test_a_request_that_cannot_be_seated_ends(small_engine, monkeypatch):
+    """So do those that run, as with any step that raises; nothing is lost or kept."""
+    engine, seat = small_engine("run.batch=2"), kimi_fx.engine.seat
+    alone = engine.generate([7, 8], max_tokens=9, **HOW).outputs[0].token_ids
+    running = engine.generate([1], max_tokens=30, stream=True, **HOW)
+    next(running)
+
+    def full(*args) -> None:
+        monkeypatch.setattr(kimi_fx.engine, "seat", seat)
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(kimi_fx.engine, "seat", full)
+    unlucky = engine.generate([[2], [3]], max_tokens=9, stream=True, **HOW)
+    with pytest.raises(MemoryError):
+        next(unlucky)
+    assert [delta.finish_reason for delta in running][-1] == "error"
+    assert_idle(engine)
+    assert engine.generate([7, 8], max_tokens=9, **HOW).outputs[0].token_ids == alone
 
 
 # ---- pages

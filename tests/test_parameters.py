@@ -23,6 +23,21 @@ def ids_of(results) -> list[tuple[int, ...]]:
     return [c.token_ids for result in results for c in result.outputs]
 
 
+def test_what_the_caller_does_with_lists_and_maps_later_changes_nothing(engine):
+    """A request has what it was given, queued or running."""
+    how, bias, stop, ids = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "stream": True}, {}, ["def"], [5]
+    streams = []
+    for token in (50, 60, 70):
+        bias.clear()
+        bias[token] = 1000.0
+        params = SamplingParams(logit_bias=bias, stop=stop, stop_token_ids=ids)
+        streams += [engine.generate([3840, token], params, **how), engine.generate([3840, 1], logit_bias=bias, **how)]
+    next(streams[0])
+    bias[9999999], stop[0], ids[:] = 1.0, "", range(100)
+    found = [[t for delta in stream for t in delta.token_ids] for stream in streams]
+    assert found == [[50] * 3] + [[token] * 4 for token in (50, 60, 60, 70, 70)]
+
+
 # ---- distributions, on tokens that are independent of all before
 
 

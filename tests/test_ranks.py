@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -21,12 +22,14 @@ import kimi_fx
 from kimi_fx.checkpoint.configs import read_drafter, read_target
 from kimi_fx.checkpoint.load import _fill
 from kimi_fx.checkpoint.shards import check_divides, local_leaf
+from kimi_fx.cli import main
 from kimi_fx.compose import load_config
 from kimi_fx.engine import Engine
 from kimi_fx.graphs import target
 from kimi_fx.graphs.params import Leaf, Params, drafter_plan, target_plan
 from kimi_fx.graphs.pytree import tree_leaves
 from kimi_fx.runtime.load import Loaded, prepare
+from kimi_fx.runtime.ranks import Place, open_store
 from kimi_fx.runtime.watch import Watch
 from oracles import ranks
 from oracles.processes import state, wait_for_end
@@ -200,6 +203,18 @@ def test_the_first_is_killed(tmp_path: Path) -> None:
     first.stderr.close()
 
 
+def test_nobody_reads_the_first(tmp_path: Path) -> None:
+    file = tmp_path / "second"
+    call = [sys.executable, str(ORACLES / "failing.py"), "interrupted", str(file), *FP32, "mesh.tp=2"]
+    asked = ["ids=[3840,100,200]", "output=json", "sampling.max_tokens=5"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    first = subprocess.run([*call, *asked], env=environment(), stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert first.returncode == 141 and len(first.stderr.splitlines()) == 3  # as it loaded
+    assert state(int(file.read_text())) == ""
+
+
 def test_the_first_is_killed_while_the_others_start() -> None:
     call = [sys.executable, "-m", "kimi_fx", "generate", "ids=[3840]", *FP32, "mesh.tp=2"]
     with subprocess.Popen(call, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as first:
@@ -226,6 +241,35 @@ print("said", end="")
 """
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RANK", "5", "RANK=5 is no number from 0 to 1: start the ranks with torchrun"),
+        ("RANK", "x", "RANK=x is no number from 0 to 1"),
+        ("LOCAL_RANK", "2", "LOCAL_RANK=2 is no number from 0 to 1"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE=0 is no number of 1 or more"),
+        ("MASTER_PORT", "none", "MASTER_PORT=none is no number from 1 to 65535"),
+    ],
+)
+def test_a_launchers_numbers_that_cannot_be(
+    name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} | {name: value}
+    for key, text in given.items():
+        monkeypatch.setenv(key, text)
+    assert main(["generate", "ids=[1]"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=f"MASTER_PORT={port} is taken by another process: give one that is free"):
+            open_store(Place(0, 2, 0, port=port), serves=True)
+
+
 def test_an_end_that_waits_for_no_device() -> None:
     done = subprocess.run([sys.executable, "-c", STUCK], env=environment(), capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (3, "said", "")
@@ -246,11 +290,33 @@ def test_engine_in_the_calling_process(alone: dict[str, Any]) -> None:
     stream.close()
     results = engine.generate(ranks.PROMPTS, ranks.ASKED, mode="tree")
     assert [r.outputs[0].token_ids for r in results] == [one["ids"] for one in alone["texts"]["tree"]]
+    check_slots_move_alike(engine)
     with pytest.raises(RuntimeError, match="one engine with mesh.tp above 1 at a time"):
         Engine.load([*FP32, "mesh.tp=2"], progress=False)
     del engine, stream
     gc.collect()
     assert follower.poll() == 0 and not watch.is_alive()
+
+
+def check_slots_move_alike(engine: Engine) -> None:
+    """Also where another thread drops a stream in the very step in which an earlier request ends."""
+    how = {"mode": "plain", "temperature": 0, "ignore_eos": True}
+    lengths, round_ = (6, 20, 20, 20), engine._round
+    alone = [engine.generate([3840, 9 + i], max_tokens=n, **how).outputs[0].token_ids for i, n in enumerate(lengths)]
+    streams = [engine.generate([3840, 9 + i], max_tokens=n, stream=True, **how) for i, n in enumerate(lengths)]
+    ids = [next(stream).token_ids for stream in streams]
+
+    def last_round() -> Any:
+        if engine.seated[0].limit == 6 and len(engine.seated[0].ids) == 5 and streams[1] is not None:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(streams.__setitem__, 1, None).result(10)
+        return round_()
+
+    engine._round = last_round  # type: ignore[method-assign]
+    for i in (0, 2, 3):
+        ids[i] += tuple(t for delta in streams[i] for t in delta.token_ids)
+    del engine._round
+    assert streams[1] is None and [ids[i] for i in (0, 2, 3)] == [alone[i] for i in (0, 2, 3)]
 
 
 def test_a_ranks_share_of_kimi_k2_6() -> None:

@@ -5,6 +5,7 @@ A name is that of the file whose `run` it calls, which only then is imported.
 
 from collections.abc import Sequence
 from importlib import import_module
+from inspect import cleandoc
 
 from ..rules import nearest
 
@@ -19,3 +20,13 @@ def run(args: Sequence[str]) -> int:
         raise ValueError(f"kimi-fx bench needs one of {', '.join(BENCHES)}{hint}")
     code: int = import_module(f".{args[0]}", __name__).run(args[1:])
     return code
+
+
+def usage(name: str) -> str:
+    """What a benchmark measures, the keys it takes, and their defaults."""
+    module = import_module(f".{name}", __name__)
+    measures = cleandoc(module.__doc__ or name)
+    takes = cleandoc(module.run.__doc__ or "Takes the keys that `kimi-fx config` prints.")
+    own = getattr(module, "DEFAULTS", {})
+    lists = [f"{key}={value}".replace(" ", "").replace("'", "") for key, value in own.items()]
+    return "\n  ".join([f"{measures}\n\n{takes}\nDefaults of its own:", *(lists or module.USUAL)])

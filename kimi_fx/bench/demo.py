@@ -12,13 +12,13 @@ from .record import record
 
 PROMPT = 'class Stack:\n    """A simple LIFO stack."""\n\n    def __init__(self):\n'
 BUDGET = 7
+USUAL = ["sampling.temperature=0", "sampling.max_tokens=160", "run.threads=1"]  # threads do not help one stream
 UNUSED = OWN | dict.fromkeys(("prompts", "ids", "messages", "limit"), "give prompt=") | {"budgets": "leave it out"}
 
 
 def run(overrides: Sequence[str]) -> int:
     check_used("bench demo", overrides, UNUSED)
-    usual = ["sampling.temperature=0", "sampling.max_tokens=160", "run.threads=1"]  # threads do not help one stream
-    config = load_config([*usual, *overrides])
+    config = load_config([*USUAL, *overrides])
     if (config.sampling.limit or 0) < 2:
         raise ValueError(f"sampling.max_tokens={config.sampling.limit} leaves nothing to time: give 2 or more.")
     engine = Engine.open(config)

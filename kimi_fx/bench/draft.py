@@ -105,7 +105,7 @@ def measure(choice: dict[str, list[int]]) -> dict[str, Any]:
 
 
 def run(overrides: Sequence[str]) -> int:
-    """Takes `batch=[1,8] context=[1024]`, and `folder=` for JSON and picture."""
+    """Takes `batch=[1,8] context=[1024]`, and `folder=.` for JSON and picture."""
     given, folder = asked("draft", list(DEFAULTS), overrides)
     found = measure(DEFAULTS | {key: numbers(key, words, *LIMITS[key]) for key, words in given.items()})
     heads = ["batch", "block", "context", "floor us", "us", "over floor", "tensorrt us", "tensorrt / ours", "off"]

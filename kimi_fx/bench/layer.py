@@ -185,7 +185,7 @@ def measure(choice: dict[str, list[int]]) -> dict[str, Any]:
 
 
 def run(overrides: Sequence[str]) -> int:
-    """Takes `rows=[1,16] peers=[]`, and `folder=` for JSON and picture."""
+    """Takes `rows=[1,16] peers=[]`, and `folder=.` for JSON and picture."""
     given, folder = asked("layer", list(DEFAULTS), overrides)
     found = measure(DEFAULTS | {key: numbers(key, words, 1, 128) for key, words in given.items()})
     heads = ["rows", "us", "apart us", "floor us", "over floor", "launches", "norm_qkv_a", "q_up_absorb", "v_up_o"]

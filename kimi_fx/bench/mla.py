@@ -159,7 +159,7 @@ def chosen(given: dict[str, list[str]]) -> dict[str, list[int]]:
 
 
 def run(overrides: Sequence[str]) -> int:
-    """Takes `contexts=[1000,5500] nodes=[16] batch=[1] heads=[8] peers=[]`, and `folder=` for JSON and picture."""
+    """Takes `contexts=[1000,5500] nodes=[16] batch=[1] heads=[8] peers=[]`, and `folder=.` for JSON and picture."""
     given, folder = asked("mla", list(DEFAULTS), overrides)
     found = measure(chosen(given))
     heads = ["batch", "heads", "context", "nodes", "us", "rested us", "GB/s", "TFLOP/s", "floor us", "over floor"]

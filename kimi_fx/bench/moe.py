@@ -191,7 +191,7 @@ def chosen(given: dict[str, list[str]]) -> tuple[list[Shape], list[int]]:
 
 
 def run(overrides: Sequence[str]) -> int:
-    """Takes `tokens=[16,64] inner=[256] routing=[uniform,zipf] peers=[]`, and `folder=` for JSON and picture."""
+    """Takes `tokens=[16,64] inner=[256] routing=[uniform,zipf] peers=[]`, and `folder=.` for JSON and picture."""
     given, folder = asked("moe", list(DEFAULTS), overrides)
     found = measure(*chosen(given))
     heads = ["tokens", "inner", "routing", "experts", "us", "floor us", "over floor", "GB/s", "TFLOP/s"]

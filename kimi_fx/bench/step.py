@@ -223,7 +223,7 @@ def each_line(found: Iterator[dict[str, Any]], write: Callable[[str], object]) -
 @torch.no_grad()
 def run(overrides: Sequence[str]) -> int:
     """Takes `batch=[1] nodes=[16,64] context=[5500] routing=[uniform]`, `acceptance=4` tokens a round for tokens/s,
-    and `folder=` for step.jsonl, a line a cell as it comes, and step.json and step.svg at the end."""
+    and `folder=.` for step.jsonl, a line a cell as it comes, and step.json and step.svg at the end."""
     given, folder = asked("step", list(DEFAULTS), overrides)
     config, model = geometry()
     assert model.drafter

@@ -56,8 +56,10 @@ def run(overrides: Sequence[str]) -> int:
     place = own_place(config)
     if place.port:
         raise ValueError("bench sums starts its ranks itself: call it without torchrun.")
-    if config.mesh.tp < 2 or (devices := torch.cuda.device_count()) < config.mesh.tp:
-        raise ValueError(f"bench sums needs mesh.tp=2 or more and as many CUDA devices, found {devices}.")
+    devices = torch.cuda.device_count()
+    if config.mesh.tp < 2 or devices < config.mesh.tp:
+        there = f"found mesh.tp={config.mesh.tp} and {devices} of them"
+        raise ValueError(f"bench sums needs mesh.tp=2 or more and as many CUDA devices, {there}.")
     config = settled(config, place)
     if config.device != "cuda" or not config.mesh.near:
         raise ValueError("bench sums compares two ways to sum on CUDA devices joined by NVLink, found none.")

@@ -62,8 +62,8 @@ def linear_add_reference(
     """residual + other + x @ weight.T, [T, out]."""
     check_linear_add(x, weight, residual, other)
     y = F.linear(x, weight)
-    y = y if other is None else other + y
-    return y if residual is None else residual + y
+    y = y if other is None else y + other
+    return y if residual is None else y + residual
 
 
 def norm_gate_up_reference(

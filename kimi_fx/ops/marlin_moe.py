@@ -129,4 +129,4 @@ def _(
     fits = x.dtype == torch.bfloat16 and width % 64 == 0 and words % 256 == 0 and words <= 4 * 2048 and experts <= 1024
     if loaded is None or s13 is None or s2 is None or not fits:
         return reference(x, w13, s13, w2, s2, weights, order, offsets, counters)
-    return loaded.marlin_moe(x.contiguous(), w13, s13, w2, s2, weights.contiguous(), order, offsets)
+    return loaded.marlin_moe(x.contiguous(), w13, s13, w2, s2, weights.contiguous(), order, offsets, counters)

@@ -38,7 +38,7 @@ def reference(
     check(o, w_uv, weight, residual, counters)
     v = torch.bmm(o.transpose(0, 1), w_uv.mT).transpose(0, 1).flatten(1)
     x = F.linear(v, weight)
-    x = x if residual is None else residual + x
+    x = x if residual is None else x + residual
     whole = F.pad(x.float(), (0, -x.shape[1] % PIECE))
     return x, whole.unflatten(1, (-1, PIECE)).square().sum(2)
 

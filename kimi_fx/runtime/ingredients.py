@@ -21,7 +21,8 @@ from .build import source_folder
 from .tensorrt import versions
 
 PACKAGE = Path(__file__).parents[1]
-TRACED = ("config.py", "graphs/*.py", "ops/*.py", "runtime/compiled.py", "runtime/tensorrt.py")
+# What is compiled, and what is noted of it
+TRACED = ("config.py", "graphs/*.py", "ops/*.py", "runtime/compiled.py", "runtime/store.py", "runtime/tensorrt.py")
 
 
 def ingredients(model: Model, dtype: torch.dtype, device: torch.device) -> dict[str, str]:

@@ -19,7 +19,7 @@ from .load import pick_dtype, rank_device
 from .ranks import Place, Ranks, follow_once
 
 MODULE = "kimi_fx.runtime.links"  # whose `main` a started rank runs
-REPEATS = 20
+FEWEST, MOST, ENOUGH = 10, 100, 0.2  # calls at least and at most, seconds of calls that are enough
 BLOCK = 64 * 2**20  # bytes from rank to rank on CUDA
 ADVICE = (
     ". If it hangs between GPUs, set NCCL_P2P_DISABLE=1 and try again; NCCL_DEBUG=INFO shows what NCCL chose. If it is "
@@ -84,15 +84,24 @@ def take_part(ranks: Ranks, asked: tuple[list[int], int] | None = None) -> Itera
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call, the median on the slowest rank."""
+    """Seconds of a call, the median on the slowest rank, once it is warm; the shorter it is the more calls."""
+    spent, one = 0.0, 0.0
+    while spent < ENOUGH:
+        one = typical(call, FEWEST, device)
+        spent += FEWEST * one
+    return typical(call, min(max(FEWEST, int(ENOUGH / one)), MOST), device)
+
+
+def typical(call: Callable[[], object], calls: int, device: torch.device) -> float:
+    """The median of so many; the same number on all ranks."""
     seconds = []
-    for _ in range(REPEATS):
+    for _ in range(calls):
         dist.all_reduce(torch.zeros(1))  # all begin together
         start = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(median(seconds[1:]), device=device, dtype=torch.float64)
+    slowest = torch.tensor(median(seconds), device=device, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)

@@ -8,6 +8,7 @@ in between. One process group carries both: tensors on CUDA through NCCL, tensor
 import atexit
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..checkpoint.shards import AXES
 from ..config import Config, environment, see_only, with_environment
 from ..graphs.axis import Axis, gather, psum, rows_of_columns
-from ..signals import Stopped, handle
+from ..signals import UNREAD, Stopped, handle
 from .peers import part, share
 from .watch import GRACE, Watch
 
@@ -64,13 +65,34 @@ def own_place(config: Config) -> Place:
 
 
 def launched_place() -> Place | None:
-    """What torchrun says, if it started this process."""
-    rank, size, host, port = (environment(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    if rank is None or size is None or host is None or port is None:
+    """What torchrun says, if it started this process. Raises ValueError for numbers that cannot be."""
+    host = environment("MASTER_ADDR")
+    if host is None or any(environment(name) is None for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")):
         return None
+    size, port = whole("WORLD_SIZE", 1), whole("MASTER_PORT", 1, 65_535)
+    rank, device = whole("RANK", 0, size - 1), whole("LOCAL_RANK", 0, size - 1)
     served = environment("TORCHELASTIC_USE_AGENT_STORE") == "True"
     prefix = f"kimi_fx/{environment('TORCHELASTIC_RESTART_COUNT') or 0}"
-    return Place(int(rank), int(size), int(environment("LOCAL_RANK") or 0), host, int(port), prefix, not served)
+    return Place(rank, size, device, host, port, prefix, not served)
+
+
+def whole(name: str, least: int, most: int = 2**31 - 1) -> int:
+    """A number in one of torchrun's variables; unset it is 0."""
+    text = environment(name) or "0"
+    if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
+        range_ = f"from {least} to {most}" if most < 2**31 - 1 else f"of {least} or more"
+        raise ValueError(f"{name}={text} is no number {range_}: start the ranks with torchrun, or unset RANK.")
+    return int(text)
+
+
+def open_store(place: Place, serves: bool) -> TCPStore:
+    """The ranks' store. Raises ValueError where another process has its port."""
+    try:
+        return TCPStore(place.host, place.port, is_master=serves, wait_for_workers=False)
+    except dist.DistNetworkError as error:
+        if not serves or "EADDRINUSE" not in str(error):
+            raise
+        raise ValueError(f"MASTER_PORT={place.port} is taken by another process: give one that is free.") from error
 
 
 class Ranks:
@@ -81,11 +103,14 @@ class Ranks:
         self, place: Place, config: Config | None = None, kind: Any = None, module: str = "kimi_fx.follow"
     ) -> None:
         if dist.is_initialized():
-            raise RuntimeError("this process is in a process group already: one engine with mesh.tp above 1 at a time.")
+            raise RuntimeError(
+                "this process is in a process group already: one engine with mesh.tp above 1 at a time, and a new "
+                "process after ranks have failed."
+            )
         if place.rank:
             see_only(place.device)
         serves = place.rank == 0 and place.serves
-        self.server = TCPStore(place.host, place.port, is_master=serves, wait_for_workers=False)
+        self.server = open_store(place, serves)
         self.place = Place(**vars(place) | {"port": self.server.port})
         self.store = PrefixStore(place.prefix, self.server)
         self.followers = [start(self.place, rank, module) for rank in range(1, place.size)] if place.port == 0 else []
@@ -162,6 +187,8 @@ class Ranks:
         """End all ranks for this rank's error. Raises RuntimeError with the first cause where another rank had it."""
         own = self.ended or not isinstance(error, Exception) or self.watch.report(error)
         code = 2 if own and isinstance(error, ValueError) else 1
+        if isinstance(error, BrokenPipeError):
+            code = UNREAD
         if isinstance(error, KeyboardInterrupt):
             code = error.code if isinstance(error, Stopped) else 130
         self.close(broken=True, code=code)

@@ -172,7 +172,8 @@ class Rounds:
         with self.store.building(quiet=not self.speaks):
             if entry := self.store.entry(name(bucket)):
                 return entry
-            return self.keep(bucket, *compile_step(bucket, idle, self.store.inductor), self.store.inductor)
+            with self.store.workshop(stocked=True) as kernels:
+                return self.keep(bucket, *compile_step(bucket, idle, kernels), kernels)
 
     def keep(self, bucket: Bucket, code: bytes, notes: dict[str, Any], kernels: Path) -> dict[str, Any]:
         """Put what was compiled into the store, which is locked; its entry."""
@@ -196,7 +197,8 @@ class Rounds:
     def lack(self, cold: Sequence[Bucket]) -> str:
         """What is cold, and why."""
         count = f"{len(cold)} of {len(self.buckets)} compiled steps"
-        return f"{count} are not in {self.store.folder} ({name(cold[-1])}, …; {self.store.why_cold()})"
+        which = name(cold[-1]) + (", …" if len(cold) > 1 else "")
+        return f"{count} are not in {self.store.folder} ({which}; {self.store.why_cold()})"
 
     def release(self) -> None:
         """Drop the graphs, once they have run: a group whose operations they hold could not end."""

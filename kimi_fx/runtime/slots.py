@@ -20,9 +20,10 @@ def move(state: StepState, source: int, to: int) -> None:
 
 
 def vacate(state: StepState, slot: int) -> None:
-    """Make a row padding: it decodes nothing and reads no page."""
-    state.active[slot] = False
-    state.length[slot] = 0
+    """Make a row padding: it decodes nothing and reads no page. The host does not wait, as it would to assign a number:
+    the device may be in a step that never ends."""
+    state.active[slot].fill_(False)
+    state.length[slot].fill_(0)
 
 
 def _row(state: StepState, request: Request, stop_ids: tuple[int, ...]) -> StepState:

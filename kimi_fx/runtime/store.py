@@ -4,10 +4,11 @@
         manifest.json    the ingredients
         inductor/        Inductor's own cache: kernels, their sources, of all functions; TensorRT engines
         <name>.aot       one function
-        <name>.json      its checksums, those of the kernels made with it, seconds it took; written last
+        <name>.json      its checksums, those of all kernels it may load, seconds it took; written last
 
-Files appear whole or not at all, and one process at a time builds. A folder may be copied to an equal machine.
-Knows files only, not what is in them.
+Files appear whole or not at all, and one process at a time builds, never in `inductor` itself: Inductor trusts what it
+finds, so it is only shown kernels with the checksum that a note has. A folder may be copied to an equal machine. Knows
+files only, not what is in them.
 """
 
 import errno
@@ -63,26 +64,26 @@ class Store:
         return self.folder / f"{name}.aot"
 
     def entry(self, name: str) -> dict[str, Any] | None:
-        """What `add` noted, if the function is here and sound; damaged files are removed with a warning. StoreError for
-        those that this user may not read."""
+        """What `add` noted, if the function is here and sound; where a file is damaged the note is removed with a
+        warning. StoreError for files that this user may not read."""
         note = self.folder / f"{name}.json"
         with told(self.folder):
             if not note.exists():
                 return None
             entry = read_note(note)
             files = entry.get("files", {})
-            damaged = [file for file, digest in files.items() if checksum(self.folder / file) != digest]
+            damaged = [self.folder / file for file, digest in files.items() if checksum(self.folder / file) != digest]
             if files and not damaged:
                 return entry
-            self.discard(name, damaged)
+            warn(f"{(*damaged, note)[0]} is damaged or gone: {name} has to be built again.")
+            remove(note)  # `add` replaces the files, and others that noted them are to see the damage too
         return None
 
-    def discard(self, name: str, damaged: Sequence[str]) -> None:
-        """Remove a function's note, and its files that are damaged, with a warning."""
-        note = f"{name}.json"
-        warn(f"{self.folder / (*damaged, note)[0]} is damaged or gone: {name} has to be built again.")
-        for file in (note, *damaged):
-            remove(self.folder / file)
+    def sound(self) -> dict[str, str]:
+        """The kernels that are as a note says, and their checksums."""
+        claims = {claim for note in self.folder.glob("*.json") for claim in read_note(note).get("files", {}).items()}
+        kernels = ((file, digest) for file, digest in claims if below(file, "inductor"))
+        return {file: digest for file, digest in kernels if checksum(self.folder / file) == digest}
 
     @contextmanager
     def building(self, quiet: bool = False) -> Iterator[None]:
@@ -94,7 +95,7 @@ class Store:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     if not quiet:
-                        warn(f"waiting for another process that is building in {self.folder}")
+                        warn(f"waiting for another process, or rank, that is building in {self.folder}")
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 for broken_off in self.folder.glob(f"{BUILD}*/"):
                     shutil.rmtree(broken_off)
@@ -103,24 +104,31 @@ class Store:
                 yield
 
     @contextmanager
-    def workshop(self) -> Iterator[Path]:
-        """A folder for builds that run at once, each in one below it; only while `building`."""
+    def workshop(self, stocked: bool = False) -> Iterator[Path]:
+        """A folder to build in, or below it several at once; only while `building`. Stocked, it holds copies of the
+        sound kernels, which a build may use again."""
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=BUILD, ignore_cleanup_errors=True) as folder:
+            for file in self.sound() if stocked else ():
+                copy = folder / Path(file).relative_to("inductor")
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(self.folder / file, copy)
             yield Path(folder)
 
     def add(self, name: str, code: bytes, kernels: Path, seconds: float, arguments: Sequence[str]) -> None:
-        """Keep a function, those of its kernels that no other one brought, all checksums, the seconds it took and the
-        arguments it takes; only while `building`. The kernels are moved to `inductor` if they were not made there."""
+        """Keep a function, its kernels, all checksums, the seconds it took and the arguments it takes; only while
+        `building`. All that is in the folder of its kernels is noted, and moved to `inductor` if not sound there."""
         write(self.code(name), code)
-        claimed = {file for note in self.folder.glob("*.json") for file in read_note(note).get("files", {})}
+        sound = self.sound()
         files = {self.code(name).name: checksum(self.code(name))}
         for made in sorted(f for f in kernels.rglob("*") if f.is_file() and f.suffix not in (".lock", ".tmp")):
             file = self.inductor / made.relative_to(kernels)
             key = file.relative_to(self.folder).as_posix()
-            if key not in claimed:
+            if key not in sound:
                 file.parent.mkdir(parents=True, exist_ok=True)
+                if file.is_dir():
+                    remove(file)
                 os.replace(made, file)
-                files[key] = checksum(file)
+            files[key] = sound.get(key) or checksum(file)
         note = {"seconds": seconds, "arguments": list(arguments), "files": files}
         write(self.folder / f"{name}.json", json.dumps(note, indent=1).encode())
 
@@ -183,6 +191,7 @@ def read_note(file: Path) -> dict[str, Any]:
         isinstance(files, dict)
         and f"{file.stem}.aot" in files
         and all(key == f"{file.stem}.aot" or below(key, "inductor") for key in files)
+        and all(digest and isinstance(digest, str) for digest in files.values())
         and isinstance(arguments, list)
         and all(isinstance(argument, str) for argument in arguments)
         and isinstance(seconds, int | float)

@@ -7,20 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import kimi_fx.ops
 from kimi_fx.runtime.build import ARCHS, FLAGS, library_for, source_folder
 
-LIBRARY = library_for("sm_90a")[1]
-SOURCES = [source for source in LIBRARY if source.suffix == ".cu"]
-CALL, DEFINITION = re.compile(r"\bloaded\.(\w+)\("), re.compile(r'm\.def\(\s*"(\w+)\(')
+SOURCES = [source for source in library_for("sm_90a")[1] if source.suffix == ".cu"]
 SHARED = {"sm_80": 163, "sm_90a": 227, "sm_120": 99}  # KiB a block may use; the launchers assert the dynamic part
-
-
-def test_the_library_has_every_operator_that_is_called() -> None:
-    called = {name for f in Path(kimi_fx.ops.__file__).parent.glob("*.py") for name in CALL.findall(f.read_text())}
-    defined = {name for f in LIBRARY if f.suffix == ".cpp" for name in DEFINITION.findall(f.read_text())}
-    assert called == defined
-    assert len(called) == 14
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

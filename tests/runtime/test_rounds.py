@@ -150,6 +150,27 @@ def test_compiling_can_be_refused(make: Make) -> None:
         third.generate([1], max_tokens=9, **HOW)
 
 
+def test_a_build_is_shown_no_leftovers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of earlier builds it may use again, and then relies on; never what a build that was killed left."""
+    engine, seen = make("run.batch=1"), []
+
+    def compile_step(_: Any, arguments: Any, kernels: Path) -> tuple[bytes, dict[str, Any]]:
+        seen.append(sorted(file.name for file in kernels.iterdir()))
+        (kernels / f"{len(seen)}.so").touch()
+        return b"", {"seconds": 1.0, "arguments": signature(arguments)}
+
+    monkeypatch.setattr(kimi_fx.runtime.rounds, "compile_step", compile_step)
+    assert engine.rounds is not None
+    store = engine.rounds.store
+    store.inductor.mkdir(parents=True)
+    (store.inductor / "left.so").touch()
+    engine.generate([1], max_tokens=9, **HOW)
+    assert seen == [[], ["1.so"]]
+    assert sorted(len(store.entry(name(b))["files"]) for b in engine.rounds.steps) == [2, 3]
+    (store.inductor / "1.so").unlink()
+    assert len(make("run.batch=1").rounds.cold()) == 4
+
+
 @pytest.mark.parametrize("code", [b"", b"\x80\x04cut"])
 def test_files_that_hold_no_function(tmp_path: Path, code: bytes) -> None:
     (tmp_path / "round.aot").write_bytes(code)

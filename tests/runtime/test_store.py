@@ -14,6 +14,7 @@ from kimi_fx.runtime.store import Store, StoreError, told, write
 
 WORDS = {"torch": "2.13.0", "cuda": "13.0", "triton": "3.6.0", "arch": "sm_90", "tp": "1", "dtype": "bfloat16"}
 CODE = b"code" * 1000
+SHARED = "inductor/ab/shared.so"
 
 
 def fill(store: Store, name: str = "round", seconds: float = 40.0) -> Store:
@@ -43,7 +44,7 @@ def test_what_was_added_is_there(store: Store) -> None:
     again = Store(store.root, dict(WORDS))
     entry = again.entry("round")
     assert entry is not None and entry["seconds"] == 40.0 and entry["arguments"] == ["float32 [2]"]
-    assert sorted(entry["files"]) == ["inductor/ab/round.so", "inductor/ab/shared.so", "round.aot"]
+    assert sorted(entry["files"]) == ["inductor/ab/round.so", SHARED, "round.aot"]
     assert again.code("round").read_bytes() == CODE and again.entry("other") is None
     assert json.loads((again.folder / "manifest.json").read_text()) == WORDS
     assert not list(store.root.rglob("*.tmp")) and not list(store.folder.glob("build-*"))
@@ -51,8 +52,47 @@ def test_what_was_added_is_there(store: Store) -> None:
 
 def test_a_kernel_that_two_functions_have_is_the_first_ones(store: Store) -> None:
     entry = fill(store, "later").entry("later")
-    assert entry is not None and sorted(entry["files"]) == ["inductor/ab/later.so", "later.aot"]
-    assert (store.inductor / "ab" / "shared.so").read_bytes() == b"round" and store.entry("round")
+    assert entry is not None and sorted(entry["files"]) == ["inductor/ab/later.so", SHARED, "later.aot"]
+    assert (store.folder / SHARED).read_bytes() == b"round" and store.entry("round")
+
+
+@pytest.mark.parametrize("names", [("round", "later"), ("later", "round")])
+@pytest.mark.parametrize("data", [b"rou", b"r0und", None])
+def test_damage_of_a_shared_kernel_is_seen_by_all_that_use_it(
+    store: Store, capsys: Any, names: tuple[str, str], data: bytes | None
+) -> None:
+    victim = fill(store, "later").folder / SHARED
+    victim.unlink() if data is None else victim.write_bytes(data)
+    for name in names:
+        assert store.entry(name) is None
+        assert f"{victim} is damaged or gone: {name} has to be built again" in capsys.readouterr().err
+    for name in names:
+        assert fill(store, name).entry(name) is not None
+    assert store.entry(names[0]) and not capsys.readouterr().err
+
+
+def test_a_shared_kernel_built_again_takes_the_damaged_ones_place(store: Store) -> None:
+    """The other's note is of other bytes: it goes, and leaves the new ones alone."""
+    (store.folder / SHARED).write_bytes(b"")
+    fill(store, "later")
+    assert (store.folder / SHARED).read_bytes() == b"later" and store.entry("later")
+    assert store.entry("round") is None and store.entry("later")
+    assert fill(store).entry("round") and store.entry("later")
+
+
+def test_only_sound_kernels_enter_a_build(store: Store) -> None:
+    fill(store, "sound")
+    (store.inductor / "ab" / "left.so").write_bytes(b"")  # no note claims it
+    (store.inductor / "ab" / "round.so").write_bytes(b"")
+    with store.building(), store.workshop(stocked=True) as kernels:
+        found = {file.name: file for file in kernels.rglob("*") if file.is_file()}
+        assert sorted(found) == ["shared.so", "sound.so"]
+        found["shared.so"].write_bytes(b"in place")  # a copy
+        (kernels / "ab" / "left.so").write_bytes(b"made again")
+        store.add("new", CODE, kernels, seconds=1.0, arguments=[])
+    entry = store.entry("new")
+    assert entry is not None and {Path(file).name for file in entry["files"]} == {*found, "left.so", "new.aot"}
+    assert (store.inductor / "ab" / "left.so").read_bytes() == b"made again" and store.entry("sound")
 
 
 def test_what_a_broken_build_left_is_removed(store: Store) -> None:
@@ -80,14 +120,14 @@ def test_a_damaged_entry_is_built_again_with_a_warning(store: Store, capsys: Any
     assert fill(store).entry("round") is not None
 
 
-NOTE = {"seconds": 1.0, "arguments": ["float32 [2]"], "files": {"round.aot": ""}}
+NOTE = {"seconds": 1.0, "arguments": ["float32 [2]"], "files": {"round.aot": "0"}}
 
 
 @pytest.mark.parametrize(
     "harm",
     [
-        {"files": ["round.aot"]}, {"files": {}}, {"files": 3}, {"seconds": "40"}, {"seconds": None},
-        {"seconds": float("nan")}, {"seconds": -1}, {"seconds": 10**400},
+        {"files": ["round.aot"]}, {"files": {}}, {"files": 3}, {"files": {"round.aot": ["0"]}},
+        {"seconds": "40"}, {"seconds": None}, {"seconds": float("nan")}, {"seconds": -1}, {"seconds": 10**400},
         {"arguments": None}, {"arguments": "float32"}, {"arguments": [1]},
     ],
 )  # fmt: skip
@@ -117,7 +157,7 @@ def test_nothing_outside_is_removed(store: Store, capsys: Any, key: str) -> None
     fill(store, "sound")
     kept = store.root / "kept"
     kept.write_text("kept")
-    files = {"round.aot": "", key.format(root=store.root): ""}
+    files = {"round.aot": "0", key.format(root=store.root): "0"}
     (store.folder / "round.json").write_text(json.dumps(NOTE | {"files": files}))
     assert store.entry("round") is None and "round.json is damaged" in capsys.readouterr().err
     assert kept.read_text() == "kept" and store.entry("sound") is not None
