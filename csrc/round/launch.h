@@ -1,5 +1,5 @@
-// How kernels of the round begin: each calls `begin` first, in every block, so that whoever waits for it waits for all
-// that came before.
+// How kernels of the round begin: each calls `begin` in every block before it touches global memory, so that whoever
+// waits for it waits for all that came before.
 
 #pragma once
 

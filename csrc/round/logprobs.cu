@@ -31,11 +31,15 @@ __global__ void __launch_bounds__(kThreads, kSummaries) logprobs_kernel(WalkPara
     if (!last_to_arrive(p.arrived + at, chunks, memory)) return;
 
     if (i >= 32) return;
-    Sum whole = sum_of(sums, chunks);
+    Sum whole = join_lanes(sum_of(sums, chunks));
     Merge merge(keys, k, chunks, memory.candidate);
     memory.list[i] = 0;
     __syncwarp();
-    for (int r = 0; r < k; ++r) merge.next([&](uint64_t key) { memory.list[r] = key; });
+    for (int r = 0; r < k; ++r) {
+        merge.next([&](bool own, uint64_t key) {
+            if (own) memory.list[r] = key;
+        });
+    }
     __syncwarp();
     uint64_t own = memory.list[i];
     auto of = [&](float x) { return x - whole.top - logf(whole.sum); };

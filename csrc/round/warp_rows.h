@@ -13,6 +13,8 @@ namespace kimi_fx::round {
 
 constexpr int kPage = 64;  // keys of a page, and of a tile
 
+constexpr float kSlack = 8;  // a power may grow by so many factors of two before the rows' sums are scaled anew
+
 template <int Head>
 constexpr int kTileBytes = kPage * Head * 2;  // of keys, and of values
 
@@ -46,7 +48,8 @@ template <int Head>
 struct WarpRows {
     uint32_t q[Head / 16][4];
     float o[Head / 8][4] = {};
-    float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};  // sum: of this lane's keys
+    float top[2] = {-INFINITY, -INFINITY};  // the power that all else is relative to, within kSlack of the largest
+    float sum[2] = {0, 0};                  // of this lane's keys
 
     // Rows past the last repeat it: they are computed and not written.
     __device__ void read(const DraftParams& p, int b, int kv, int first, int rows) {
@@ -61,6 +64,17 @@ struct WarpRows {
                 q[k][half] = *reinterpret_cast<const uint32_t*>(from + k * 16);
                 q[k][half + 2] = *reinterpret_cast<const uint32_t*>(from + k * 16 + 8);
             }
+        }
+    }
+
+    // What was added up so far becomes relative to these powers.
+    __device__ void decay(const float (&shift)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float scale = ptx::exp2_fast(top[half] - shift[half]);
+            sum[half] *= scale;
+#pragma unroll
+            for (int n = 0; n < Head / 8; ++n) o[n][2 * half] *= scale, o[n][2 * half + 1] *= scale;
         }
     }
 
@@ -93,16 +107,18 @@ struct WarpRows {
                 peak[i / 2] = fmaxf(peak[i / 2], s[n][i]);
             }
         }
-        float shift[2], decay[2];
+        float shift[2];
+        bool grown[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             peak[half] = fmaxf(peak[half], __shfl_xor_sync(~0u, peak[half], 1));
             peak[half] = fmaxf(peak[half], __shfl_xor_sync(~0u, peak[half], 2));
+            grown[half] = peak[half] > top[half] + kSlack;
+            if (!grown[half]) peak[half] = top[half];
             shift[half] = peak[half] == -INFINITY ? 0 : peak[half];
-            decay[half] = ptx::exp2_fast(top[half] - shift[half]);
-            top[half] = peak[half];
-            sum[half] *= decay[half];
         }
+        if (__any_sync(~0u, grown[0] || grown[1])) decay(shift);
+        top[0] = peak[0], top[1] = peak[1];
 #pragma unroll
         for (int n = 0; n < kPage / 8; ++n) {
 #pragma unroll
@@ -110,11 +126,6 @@ struct WarpRows {
                 s[n][i] = ptx::exp2_fast(s[n][i] - shift[i / 2]);
                 sum[i / 2] += s[n][i];
             }
-        }
-#pragma unroll
-        for (int n = 0; n < Head / 8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) o[n][i] *= decay[i / 2];
         }
 #pragma unroll
         for (int k = 0; k < kPage / 16; ++k) {
