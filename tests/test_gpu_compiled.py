@@ -31,7 +31,7 @@ from kimi_fx.runtime.rounds import eager
 
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
-SETTINGS = ["device=cuda", "run.batch=2", "run.chunk=64", "cache.max_len=512"]
+SETTINGS = ["device=cuda", "run.batch=2", "run.chunk=160", "cache.max_len=512"]
 NODES = {"float32": "run.nodes=[16]", "bfloat16": "run.nodes=[1,16]"}
 STARTS_IN = 10  # seconds, weights, kernels and graphs of kimi-nano
 INSIDE = ("draft_kernel", "build_kernel", "mla::", "moe::", "walk_kernel", "copy_kernel")  # in our kernels' names
@@ -65,7 +65,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         config = load_config(words)
         loaded = load(config, progress=False)
         compiled = Engine(config, loaded)
-        assert compiled.rounds is not None and len(compiled.rounds.buckets) == (3 if request.param == "float32" else 5)
+        assert compiled.rounds is not None and len(compiled.rounds.buckets) == (4 if request.param == "float32" else 6)
         build_all(compiled.rounds, loaded.params)
         compiled.rounds.load_all(loaded.params, compiled.pool, compiled.state)
         if request.param == "float32":

@@ -20,6 +20,7 @@ from . import (
     sample_and_walk,
     v_up_o,
 )
+from .linear import by_rows
 
 Operator = Callable[..., Any]
 
@@ -44,14 +45,14 @@ class Ops:
 
 
 KERNELS = Ops(
-    norm_linear=linear.norm_linear,
-    linear_add=linear.linear_add,
-    norm_gate_up=linear.norm_gate_up,
-    q_up_absorb=q_up_absorb.q_up_absorb,
+    norm_linear=by_rows(linear.norm_linear, linear.norm_linear_reference),
+    linear_add=by_rows(linear.linear_add, linear.linear_add_reference),
+    norm_gate_up=by_rows(linear.norm_gate_up, linear.norm_gate_up_reference),
+    q_up_absorb=by_rows(q_up_absorb.q_up_absorb, q_up_absorb.reference),
     mla_schedule=mla_tree_verify.mla_schedule,
     mla_tree_verify=mla_tree_verify.mla_tree_verify,
-    v_up_o=v_up_o.v_up_o,
-    norm_route=norm_route.norm_route,
+    v_up_o=by_rows(v_up_o.v_up_o, v_up_o.reference),
+    norm_route=by_rows(norm_route.norm_route, norm_route.reference),
     marlin_moe=marlin_moe.marlin_moe,
     build_tree=build_tree.build_tree,
     draft_attention=draft_attention.draft_attention,

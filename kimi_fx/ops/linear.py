@@ -5,6 +5,7 @@ RMSNorm as the models have it. On CUDA in bf16 with at most 128 rows and widths 
 csrc/layer do it: the sums stay in fp32 to the end, and of a normed input x * weight is rounded, 1 / rms joins the sums.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,16 @@ def few_rows(
     """The library where its products take these, else None: then the reference does it."""
     fits = 0 < x.shape[0] <= ROWS and all(t.dtype == torch.bfloat16 for t in (x, *weights))
     return kernels() if fits and all(n % 8 == 0 for w in weights for n in w.shape[-2:]) else None
+
+
+def by_rows(op: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator for as many rows as its kernel takes. For more the reference in its place: a compiler sees through
+    it and fuses what lies around its products, where of an operator it sees a call."""
+
+    def call(x: Tensor, *rest: Any) -> Any:
+        return (op if x.shape[0] <= ROWS else reference)(x, *rest)
+
+    return call
 
 
 def check_norm_linear(x: Tensor, norm: Tensor, weight: Tensor) -> None:

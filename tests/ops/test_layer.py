@@ -40,4 +40,20 @@ def test_against_the_formula(name: str, T: int, seed: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name: str) -> None:
     case = CASES[name](Draw(0, "cpu", torch.float32), 5)
-    torch.library.opcheck(getattr(KERNELS, case.name), case.args)
+    torch.library.opcheck(getattr(torch.ops.kimi_fx, case.name), case.args)
+
+
+@pytest.mark.parametrize("T", [128, 129])
+@pytest.mark.parametrize("name", CASES)
+def test_a_compiler_sees_through_many_rows(name: str, T: int) -> None:
+    """What the kernels take is one call of the operator; more rows are the reference's own steps."""
+    case, called = CASES[name](Draw(0, "cpu", torch.float32), T), []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.compiler.reset()
+    found = torch.compile(getattr(KERNELS, case.name), fullgraph=True, backend=backend)(*case.args)
+    torch.testing.assert_close(found, getattr(REFERENCE, case.name)(*case.args), rtol=0, atol=0)
+    assert sum("kimi_fx" in name for name in called) == (T <= 128)

@@ -131,6 +131,16 @@ def test_padding_alone_visits_no_expert() -> None:
     assert order.tolist() == list(range(6)) and offsets.tolist() == [0] * 9
 
 
+@pytest.mark.parametrize("experts", [2**15 - 1, 2**15, 40_000])
+def test_more_experts_than_two_bytes_hold(experts: int) -> None:
+    torch.manual_seed(2)
+    valid = torch.tensor([True, False, True])
+    ids, _, order, offsets = route(torch.randn(3, experts), torch.zeros(experts), 2, valid=valid)
+    expert = torch.where(ids < 0, experts, ids).flatten()
+    assert order.tolist() == sorted(range(6), key=expert.tolist().__getitem__)
+    assert torch.equal(offsets, (expert < torch.arange(experts + 1).unsqueeze(1)).sum(1))
+
+
 @pytest.mark.parametrize(("k", "bias", "valid"), [(17, 16, 5), (0, 16, 5), (-1, 16, 5), (4, 1, 5), (4, 16, 1)])
 def test_arguments_that_disagree(k: int, bias: int, valid: int) -> None:
     logits, valid_ = torch.randn(5, 16), torch.ones(valid, dtype=torch.bool)
