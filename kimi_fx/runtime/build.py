@@ -155,7 +155,7 @@ def cache_folder() -> Path:
     own, shared = environment("KIMI_FX_CACHE"), environment("XDG_CACHE_HOME")
     wanted = own or f"{shared or '~/.cache'}/kimi_fx"
     try:
-        folder = package_path(wanted)
+        folder = package_path(wanted).absolute()  # wherever the process goes
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error

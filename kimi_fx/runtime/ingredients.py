@@ -1,25 +1,29 @@
-"""What can change a compiled function: versions, the machine, geometry, weights' shapes, and our own sources.
+"""What can change a compiled function: versions, machine, compilers' settings, geometry, weights' shapes, our sources.
 
 Everything here is a word or a number that a person can compare. How requests are sampled, how many run, how long they
 are and on how many threads is not among it: no graph sees it. Nor is a rank's own number, which its weights hold.
 """
 
 import hashlib
+import os
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from sysconfig import get_path
 from typing import Any
 
 import torch
 
+from ..config import environment
 from ..graphs.params import drafter_plan, target_plan
 from ..graphs.pytree import tree_leaves
 from ..graphs.state import Model
 from .build import source_folder
 from .tensorrt import versions
 
+FREE = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")  # of Inductor's settings, which change no code
 PACKAGE = Path(__file__).parents[1]
 # What is compiled, and what is noted of it
 TRACED = ("config.py", "graphs/*.py", "ops/*.py", "runtime/compiled.py", "runtime/store.py", "runtime/tensorrt.py")
@@ -43,7 +47,10 @@ def ingredients(model: Model, dtype: torch.dtype, device: torch.device) -> dict[
     for pattern in TRACED:
         for file in sorted(PACKAGE.glob(pattern)):
             found[f"kimi_fx/{file.relative_to(PACKAGE).as_posix()}"] = digest(file.read_bytes())
-    if on_cuda:
+    found |= {name: os.environ[name] for name in os.environ if name.startswith("TORCHINDUCTOR_") and name not in FREE}
+    if not on_cuda:  # the compiler's command, by which Inductor names what it compiles
+        found |= {"CXX": environment("CXX") or "as found", "headers": f"{get_path('include')}, {torch.__path__[0]}"}
+    else:
         sources = sorted(f for f in source_folder().rglob("*") if f.suffix in (".cu", ".cpp", ".h"))
         found["csrc"] = digest(b"\0".join(f.name.encode() + b"\0" + f.read_bytes() for f in sources))
     return found

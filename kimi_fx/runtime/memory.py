@@ -165,7 +165,7 @@ def attention(model: Model, T: int) -> int:
 
 def moe(model: Model, T: int) -> int:
     """Elements: rows of all pairs of token and expert in and out, twice in fp32, and the router's input in fp32, as are
-    its weights where rows are too many for the kernel."""
+    its weights on a CPU where rows are too many for the kernel."""
     t = model.target
     router = 2 * t.E * t.D if T > ROWS else 0
     return T * (t.K * (6 * t.D + 4 * t.I // model.ranks) + 4 * t.E + 3 * t.D) + router
@@ -213,7 +213,7 @@ def table(m: Memory, available: float | None, where: str) -> str:
         line("target KV", m.pool * m.row, f"{m.pool:,} tokens of {m.row:,} B"),
         line("drafter KV", m.pool * m.draft_row, f"as many of {m.draft_row:,} B") if m.draft_row else "",
         line("state", m.state),
-        line("workspace", m.workspace, "estimated, of which"),
+        line("workspace", m.workspace, "estimated: the most of these, of captured steps twice"),
         *(line(f"  {step}", size) for step, size in m.steps),
         line("  packing experts", m.target.packing, "while loading") if m.on_cuda else "",
         line("libraries, graphs", m.libraries, "allowed for") if m.on_cuda else "",

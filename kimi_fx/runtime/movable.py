@@ -16,5 +16,5 @@ class Movable(FileCacheManager):
         group = self.get_file(f"__grp__{filename}")
         if group is None:
             return None
-        names = json.loads(Path(group).read_text())["child_paths"]
-        return {name: file for name in names if (file := self.get_file(name))}
+        names = json.loads(Path(group).read_text()).get("child_paths")
+        return names and {name: file for name in names if (file := self.get_file(name))}

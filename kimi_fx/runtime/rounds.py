@@ -5,6 +5,7 @@ engine's to run operator by operator. Several ranks make the same buckets ready 
 step of all; where they share a folder one of them builds and the others wait for it.
 """
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,7 +31,7 @@ from .flight import in_one_piece
 from .ingredients import ingredients
 from .load import Loaded
 from .ranks import Ranks
-from .store import Store
+from .store import Store, StoreError
 from .tensorrt import check_backend, operators
 
 FIXED, PER_LAYER = 5.0, 1.0  # seconds that compiling takes on a server
@@ -86,6 +87,7 @@ class Rounds:
         self.store = Store(cache_folder(), ingredients(self.model, loaded.dtype, loaded.device))
         self.budget = plan.budget
         self.graphs = Graphs(loaded.device) if recorded(loaded.device, loaded.dtype) else None
+        self.on_cpu = loaded.device.type == "cpu"
         self.may_build = not config.run.require_warm
         self.steps: dict[Bucket, Step] = {}
         self.calls: dict[Bucket, Callable[[], Any]] = {}  # over buffers that stay where they are
@@ -168,6 +170,11 @@ class Rounds:
         """Compile a bucket into the store, unless another process has by now; its entry."""
         if not self.may_build:
             raise RuntimeError(f"run.require_warm=true, but {name(bucket)} is gone from {self.store.folder}.")
+        if self.on_cpu and re.search(r"[\s'\"]", str(self.store.root)):
+            raise StoreError(
+                f"{self.store.root} has a blank or a quote in it, with which Inductor's calls of a C++ compiler fail: "
+                "set KIMI_FX_CACHE to another folder."
+            )
         self.say(f"compiling {name(bucket)}, which takes about {clock(self.pace())}")
         with self.store.building(quiet=not self.speaks):
             if entry := self.store.entry(name(bucket)):
@@ -198,7 +205,7 @@ class Rounds:
         """What is cold, and why."""
         count = f"{len(cold)} of {len(self.buckets)} compiled steps"
         which = name(cold[-1]) + (", …" if len(cold) > 1 else "")
-        return f"{count} are not in {self.store.folder} ({which}; {self.store.why_cold()})"
+        return f"{count} are not in {self.store.folder} ({which}; {self.store.why_cold([*map(name, cold)])})"
 
     def release(self) -> None:
         """Drop the graphs, once they have run: a group whose operations they hold could not end."""

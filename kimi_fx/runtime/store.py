@@ -5,6 +5,7 @@
         inductor/        Inductor's own cache: kernels, their sources, of all functions; TensorRT engines
         <name>.aot       one function
         <name>.json      its checksums, those of all kernels it may load, seconds it took; written last
+        <name>.damaged   the same, of what did not have them when it was looked at
 
 Files appear whole or not at all, and one process at a time builds, never in `inductor` itself: Inductor trusts what it
 finds, so it is only shown kernels with the checksum that a note has. A folder may be copied to an equal machine. Knows
@@ -29,6 +30,7 @@ from typing import Any, BinaryIO
 from ..checkpoint.files import parse_json
 
 MANIFEST = "manifest.json"
+DAMAGED = ".damaged"  # a note of what is
 BUILD = "build-"  # folders of builds that run, or were broken off
 LONGEST = 1e9  # seconds that a build may have taken
 LABEL = ("torch", "cuda", "triton", "arch")  # ingredients that the folder's name shows
@@ -64,7 +66,7 @@ class Store:
         return self.folder / f"{name}.aot"
 
     def entry(self, name: str) -> dict[str, Any] | None:
-        """What `add` noted, if the function is here and sound; where a file is damaged the note is removed with a
+        """What `add` noted, if the function is here and sound; where a file is damaged the note is put aside with a
         warning. StoreError for files that this user may not read."""
         note = self.folder / f"{name}.json"
         with told(self.folder):
@@ -76,7 +78,8 @@ class Store:
             if files and not damaged:
                 return entry
             warn(f"{(*damaged, note)[0]} is damaged or gone: {name} has to be built again.")
-            remove(note)  # `add` replaces the files, and others that noted them are to see the damage too
+            # `add` replaces the files, and others that noted them are to see the damage too
+            os.replace(note, note.with_suffix(DAMAGED))
         return None
 
     def sound(self) -> dict[str, str]:
@@ -89,7 +92,7 @@ class Store:
     def building(self, quiet: bool = False) -> Iterator[None]:
         """The only builder of this folder, once others are done. StoreError where the folder cannot be written."""
         with told(self.folder):
-            self.inductor.mkdir(parents=True, exist_ok=True)
+            self.make_folder(self.inductor)
             with (self.folder / "lock").open("w") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,8 +100,9 @@ class Store:
                     if not quiet:
                         warn(f"waiting for another process, or rank, that is building in {self.folder}")
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                for broken_off in self.folder.glob(f"{BUILD}*/"):
-                    shutil.rmtree(broken_off)
+                for broken_off in self.folder.glob(f"{BUILD}*"):
+                    remove(broken_off)
+                remove_stale(self.folder)
                 if not (self.folder / MANIFEST).exists():
                     write(self.folder / MANIFEST, json.dumps(dict(self.ingredients), indent=1).encode())
                 yield
@@ -124,13 +128,21 @@ class Store:
             file = self.inductor / made.relative_to(kernels)
             key = file.relative_to(self.folder).as_posix()
             if key not in sound:
-                file.parent.mkdir(parents=True, exist_ok=True)
+                self.make_folder(file.parent)
                 if file.is_dir():
                     remove(file)
                 os.replace(made, file)
             files[key] = sound.get(key) or checksum(file)
         note = {"seconds": seconds, "arguments": list(arguments), "files": files}
         write(self.folder / f"{name}.json", json.dumps(note, indent=1).encode())
+        remove(self.folder / f"{name}{DAMAGED}")
+
+    def make_folder(self, folder: Path) -> None:
+        """With those it is in; files in their places go."""
+        for way in (*reversed(folder.relative_to(self.folder).parents), folder.relative_to(self.folder)):
+            if (place := self.folder / way).exists() and not place.is_dir():
+                place.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def kernel_folder(self) -> Iterator[Path]:
@@ -141,16 +153,18 @@ class Store:
         with tempfile.TemporaryDirectory() as copy:
             yield Path(shutil.copytree(self.inductor, Path(copy) / "inductor"))
 
-    def why_cold(self) -> str:
-        """How this folder came to lack something: the nearest folder of the cache, and what differs there."""
+    def why_cold(self, names: Sequence[str]) -> str:
+        """How this folder came to lack these: damage, or the nearest folder of the cache, and what differs there."""
+        if damaged := sum((self.folder / f"{name}{DAMAGED}").exists() for name in names):
+            return f"{damaged} damaged" + (", the others not built yet" if damaged < len(names) else "")
         if (self.folder / MANIFEST).exists():
-            return "all else in it is as wanted"
+            return "not built there yet"
         others = (other for other in self.root.glob(f"*/{MANIFEST}") if os.access(other, os.R_OK))
         found = {other.parent.name: read_json(other) for other in others}
         steps = {name: theirs for name, theirs in found.items() if theirs.keys() >= {*LABEL}}
         apart = {name: difference(self.ingredients, theirs) for name, theirs in steps.items()}
         if not apart:
-            return f"nothing is in {self.root}"
+            return f"no compiled step is in {self.root}"
         nearest = min(apart, key=lambda name: len(apart[name]))
         first, more = apart[nearest][0], len(apart[nearest]) - 1
         return f"the nearest folder, {nearest}, differs in {first}" + (f" and {more} more" if more else "")

@@ -23,3 +23,10 @@ def test_a_kernel_is_found_where_its_folder_is_now(tmp_path: Path) -> None:
         found = cache.get_cache_manager("1234").get_group("kernel.json")
     assert {name: Path(file).read_text() for name, file in found.items()} == {name: name for name in files}
     assert all(Path(file).is_relative_to(then) for file in found.values())
+
+
+def test_a_group_that_names_no_files_is_none(tmp_path: Path) -> None:
+    with building_in(tmp_path):
+        made = cache.get_cache_manager("1234")
+        made.put("{}", "__grp__kernel.json", binary=False)
+        assert made.get_group("kernel.json") is None

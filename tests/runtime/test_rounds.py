@@ -5,6 +5,7 @@ What compiling does is `test_warmup.py`'s. Here nothing is compiled, so that eve
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -124,7 +125,7 @@ def test_a_cold_start_says_so_and_a_warm_one_nothing(make: Make, capsys: Any) ->
 
     cold = start()
     said = capsys.readouterr().err
-    assert re.search("4 of 4 compiled steps are not in .*nothing is in .* takes about 36 s, or ahead by", said)
+    assert re.search("4 of 4 compiled steps are not in .*no compiled step is in .* takes about 36 s, or ahead by", said)
     cold.generate([1, 2], max_tokens=9, budget=15, **HOW)
     said = capsys.readouterr().err.splitlines()
     built = {name(Chunk(64)), name(Shape(1, 16, 8, 15))}
@@ -219,3 +220,29 @@ def test_eager_settings_contradict_nothing() -> None:
 def test_requiring_what_is_not_in_use() -> None:
     with pytest.raises(ValueError, match="none are in use: set run.compile=true"):
         check_steps(load_config(["run.require_warm=true"]), torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["a b", "a'b", "a\tb"])
+def test_a_path_that_the_compiler_would_split(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It is refused before the compiler is called; a warm store there serves."""
+    engine = make("run.batch=1", "run.nodes=[8]", "step.budget=7")
+    expected = engine.generate([1, 2, 3], max_tokens=4, **HOW)
+    shutil.copytree(tmp_path / "cache", tmp_path / name)
+    monkeypatch.setenv("KIMI_FX_CACHE", str(tmp_path / name))
+    warm = make("run.batch=1", "run.nodes=[8]", "step.budget=7")
+    assert warm.generate([1, 2, 3], max_tokens=4, **HOW).outputs[0].token_ids == expected.outputs[0].token_ids
+    cold = make("run.batch=1", "run.nodes=[16]", "step.budget=15")
+    with pytest.raises(RuntimeError, match=f"{name} has a blank or a quote in it.*set KIMI_FX_CACHE"):
+        cold.generate([1, 2, 3], max_tokens=4, **HOW)
+
+
+def test_a_relative_cache_stays_where_it_was(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KIMI_FX_CACHE", "own")
+    engine = make("run.batch=1", "run.nodes=[8]", "step.budget=7")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    engine.generate([1, 2, 3], max_tokens=4, **HOW)
+    assert list((tmp_path / "own").iterdir()) and not list((tmp_path / "elsewhere").iterdir())

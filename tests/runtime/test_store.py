@@ -169,17 +169,42 @@ def test_a_copy_elsewhere_is_as_good(store: Store, tmp_path: Path) -> None:
 
 
 def test_a_miss_names_the_ingredient(store: Store, tmp_path: Path) -> None:
-    assert Store(tmp_path / "none", WORDS).why_cold() == f"nothing is in {tmp_path / 'none'}"
-    assert store.why_cold() == "all else in it is as wanted"
+    assert Store(tmp_path / "none", WORDS).why_cold(["a"]) == f"no compiled step is in {tmp_path / 'none'}"
+    assert store.why_cold(["a"]) == "not built there yet"
     (store.root / "weights-tp1-0").mkdir()
     (store.root / "weights-tp1-0" / "manifest.json").write_text('{"dtype": "float32"}')  # no compiled steps
     fill(Store(store.root, WORDS | {"torch": "2.11.0", "tp": "8"}))
     other = Store(store.root, WORDS | {"dtype": "float32"})
-    assert other.why_cold() == (
+    assert other.why_cold(["a"]) == (
         f"the nearest folder, {store.folder.name}, differs in dtype (bfloat16 there, float32 here)"
     )
     new = Store(store.root, WORDS | {"triton": "4", "drafter": "none"})
-    assert "drafter (nothing there, none here) and 1 more" in new.why_cold()
+    assert "drafter (nothing there, none here) and 1 more" in new.why_cold(["a"])
+
+
+def test_damage_is_the_reason_until_it_is_built_again(store: Store) -> None:
+    fill(store, "later")
+    (store.folder / "round.aot").write_bytes(b"")
+    for _ in range(2):
+        assert store.entry("round") is None
+        assert store.why_cold(["round"]) == "1 damaged"
+        assert store.why_cold(["round", "other"]) == "1 damaged, the others not built yet"
+    assert fill(store).entry("round")
+    assert store.why_cold(["other"]) == store.why_cold(["round"]) == "not built there yet"
+
+
+def test_what_is_in_the_way_and_what_was_left_goes(store: Store) -> None:
+    """A link named like a build, a writer's file that nobody finished, files in the places of folders."""
+    fill(store, "later")
+    (store.folder / "build-link").symlink_to(store.root)
+    (store.folder / "0123456789abcdef.tmp").write_bytes(b"half")
+    shutil.rmtree(store.inductor / "ab")
+    (store.inductor / "ab").write_bytes(b"")
+    assert store.entry("round") is None and fill(store).entry("round")
+    assert not list(store.folder.glob("build-*")) and not list(store.folder.glob("*.tmp"))
+    shutil.rmtree(store.inductor)
+    store.inductor.write_bytes(b"")
+    assert store.entry("round") is None and fill(store).entry("round")
 
 
 def test_how_long_a_build_takes(store: Store) -> None:
@@ -223,11 +248,10 @@ def test_a_folder_nobody_may_write() -> None:
         fill(Store(Path("/sys/kimi_fx"), WORDS))
 
 
-@pytest.mark.parametrize("name", ["lock", "inductor"])
-def test_what_is_in_the_place_of_another_kind(store: Store, name: str) -> None:
-    (store.folder / name).rename(store.folder / "away")
-    (store.folder / name).mkdir() if name == "lock" else (store.folder / name).touch()
-    with pytest.raises(StoreError, match=f"{store.folder} cannot be used, set KIMI_FX_CACHE .*: {store.folder / name}"):
+def test_a_folder_in_the_place_of_the_lock(store: Store) -> None:
+    (store.folder / "lock").unlink()
+    (store.folder / "lock").mkdir()
+    with pytest.raises(StoreError, match=f"{store.folder} cannot be used, set KIMI_FX_CACHE .*: {store.folder}/lock"):
         fill(store, "another")
 
 
@@ -266,7 +290,7 @@ def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
 def test_notes_and_manifests_nested_too_deeply_are_damage(store: Store, capsys: Any) -> None:
     (store.folder / "round.json").write_text("[" * 100_000)
     (store.folder / "manifest.json").write_text("[" * 100_000)
-    assert Store(store.root, WORDS | {"torch": "4"}).why_cold() == f"nothing is in {store.root}"
+    assert Store(store.root, WORDS | {"torch": "4"}).why_cold(["a"]) == f"no compiled step is in {store.root}"
     assert store.entry("round") is None and "round.json is damaged or gone" in capsys.readouterr().err
 
 
