@@ -64,11 +64,15 @@ def complete(p: SamplingParams, loaded: Loaded) -> SamplingParams:
     )
 
 
-def token_limit(
-    prompt: Sequence[int], p: SamplingParams, model: Model, max_len: int, pages: int, stops: tuple[int, ...]
-) -> int:
+def stops(p: SamplingParams, loaded: Loaded) -> tuple[int, ...]:
+    """Ids that end the request."""
+    own = () if p.ignore_eos else loaded.text.stop_ids
+    return tuple(dict.fromkeys((*own, *p.stop_token_ids)))
+
+
+def token_limit(prompt: Sequence[int], p: SamplingParams, loaded: Loaded, max_len: int, pages: int) -> int:
     """Ids the request may emit. Raises ValueError if it can never run as asked."""
-    V = model.target.V
+    V, ends = loaded.model.target.V, stops(p, loaded)
     held, holder = min((max_len, "the context"), (pages * PAGE, "the pool (cache.tokens)"))
     room = held - len(prompt)
     if not len(prompt):
@@ -86,8 +90,8 @@ def token_limit(
     limit = min(MAX_TOKENS, room) if p.limit is None else p.limit
     if p.least > limit:
         raise ValueError(f"min_tokens={p.least} is more than the {limit} tokens that fit or are asked for.")
-    if len(stops) > STOP_SLOTS:
-        raise ValueError(f"{len(stops)} stop ids were asked for, the model's own included: at most {STOP_SLOTS}.")
+    if len(ends) > STOP_SLOTS:
+        raise ValueError(f"{len(ends)} stop ids were asked for, the model's own included: at most {STOP_SLOTS}.")
     for field, ids in (("stop_token_ids", p.stop_token_ids), ("logit_bias", p.logit_bias or {})):
         if strange := [t for t in ids if not 0 <= t < V]:
             raise ValueError(f"{field} names id {strange[0]}: ids are 0 to {V - 1}.")

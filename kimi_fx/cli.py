@@ -146,9 +146,10 @@ def validate(overrides: Sequence[str]) -> int:
 def inspect(overrides: Sequence[str]) -> int:
     from .checkpoint.configs import read_target
     from .checkpoint.report import inspect
-    from .compose import load_config
+    from .compose import OF_REQUESTS, check_used, load_config
     from .runtime.load import drafter_folder, read_text, target_folder
 
+    check_used("inspect", overrides, dict.fromkeys(OF_REQUESTS, "leave it out"))
     config = load_config(overrides)
     target, d = target_folder(config), config.drafter
     print(inspect(target, drafter_folder(config), config.target.lora_norm_eps, d.window, d.rope_amplitude))

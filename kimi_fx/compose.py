@@ -58,6 +58,9 @@ def load_config(overrides: Sequence[str]) -> Config:
     return Config(**values)
 
 
+OF_REQUESTS = ("prompt", "prompts", "ids", "messages", "limit", "budgets", "output")  # keys
+
+
 def check_used(command: str, overrides: Sequence[str], unused: Mapping[str, str]) -> None:
     """Raise ConfigError for each key that a command has no use for; `unused` has what to do instead."""
     given = [(word.partition("=")[0], word) for word in overrides]

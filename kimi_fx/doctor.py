@@ -1,9 +1,9 @@
 """`kimi-fx doctor`: whether a configuration can run here, from headers and the machine alone, before any load.
 
-A section each: devices and kernels, checkpoint, tokenizer, memory of a rank, compiled steps, links between the ranks.
-A section that finds something wrong says so in one message and the others go on as far as they can. With `memory=139`
-the plan is for CUDA devices of that many GB, wherever the command runs, and the machine is left alone; a preset without
-a folder then stands for the geometry it ships, so that nothing has to be there yet.
+A section each: devices and kernels, checkpoint, tokenizer, requests, memory of a rank, compiled steps, links between
+the ranks. A section that finds something wrong says so in one message and the others go on as far as they can. With
+`memory=139` the plan is for CUDA devices of that many GB, wherever the command runs, and the machine is left alone; a
+preset without a folder then stands for the geometry it ships, so that nothing has to be there yet.
 """
 
 import gc
@@ -16,16 +16,19 @@ from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 from textwrap import fill, indent
+from typing import Any
 
 import torch
 
-from .admit import longest, plan
+from .admit import longest, plan, token_limit
 from .checkpoint.configs import read_target
 from .checkpoint.report import inspect
 from .checkpoint.shards import check_divides
-from .compose import conf_folder, load_config
-from .config import Config
+from .compose import check_used, conf_folder, load_config, sampling_from
+from .config import PAGE, Config
 from .graphs.state import Model, Shape
+from .inputs import KINDS, Prompt, check_each, read_prompts
+from .prompts import to_ids
 from .runtime.buckets import buckets, name, tokens
 from .runtime.build import compiler, library_for, own_arch
 from .runtime.links import measure
@@ -88,6 +91,7 @@ def command(overrides: Sequence[str]) -> int:
 
 def case_of(overrides: Sequence[str]) -> Case:
     """Raises ValueError for settings that are wrong, and for a device or ranks that are not here."""
+    check_used("doctor", overrides, {"budgets": "step.budget is that of a request"})
     words = [word for word in overrides if word.startswith(PLANNED)]
     overrides = [word for word in overrides if word not in words]
     shipped = geometries(overrides) if words else {}
@@ -214,6 +218,22 @@ def words(case: Case) -> str | None:
     return lines
 
 
+def requests(case: Case) -> str:
+    """Sampling, and the prompts that are named, against the model's sizes; without a tokenizer they are only read."""
+    config, (ask, model) = case.config, case.ask()
+    text = Text(None, None, (), {}) if "target" in case.shipped else read_text(target_folder(config), model.target.V)
+    loaded = Loaded(None, model, case.device, case.dtype, text)
+    named = any(getattr(config, source) is not None for source in (*KINDS, "prompts", "limit"))
+    read = read_prompts(config) if named else [Prompt([0], {})]
+
+    def check(prompts: list[Any], fields: list[dict[str, Any]]) -> None:
+        ids, _ = to_ids(prompts, None, loaded, config) if text.tokenizer else ([[0]], True)
+        token_limit(ids[0], sampling_from(fields[0], config.sampling), loaded, ask.max_len, ask.pool // PAGE)
+
+    check_each(read, check)
+    return f"{len(read)} prompt{'s' * (len(read) > 1)}, good" if named else "no prompt is named, sampling is good"
+
+
 def rank_memory(case: Case) -> str:
     """The plan of one rank. Raises ValueError, after the table, where it does not fit."""
     ask, model = case.ask()
@@ -256,6 +276,7 @@ SECTIONS: dict[str, Callable[[Case], str | None]] = {
     "devices": devices,
     "checkpoint": checkpoint,
     "tokenizer": words,
+    "requests": requests,
     "memory": rank_memory,
     "compiled steps": steps,
     "links": links,

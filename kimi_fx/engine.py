@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from .admit import complete, longest, plan, token_limit
+from .admit import complete, longest, plan, stops, token_limit
 from .compose import load_config, sampling_from
 from .config import Config, Mode, SamplingParams
 from .graphs.pytree import tree_map
@@ -274,7 +274,7 @@ class Engine:
 
     def _request(self, prompt: Sequence[int], params: SamplingParams, how: Plan, place: int = 0) -> Request:
         params = complete(params, self.loaded)
-        limit = token_limit(prompt, params, self.model, self.max_len, self.pages.count, self._stops(params))
+        limit = token_limit(prompt, params, self.loaded, self.max_len, self.pages.count)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         return Request(
             next(self.names), tuple(prompt), params, how, limit, seed, self.backend, place, stream=self._stream(params)
@@ -287,10 +287,6 @@ class Engine:
                 raise ValueError("The checkpoint has no tiktoken.model, so a stop string cannot be found in ids.")
             return None
         return TextStream(tokenizer, params.stop, params.keep_stop, params.skip_special_tokens, params.least)
-
-    def _stops(self, params: SamplingParams) -> tuple[int, ...]:
-        own = () if params.ignore_eos else self.loaded.text.stop_ids
-        return tuple(dict.fromkeys((*own, *params.stop_token_ids)))
 
     def _queue(self, requests: list[Request]) -> None:
         self.waiting.extend(requests)
@@ -309,7 +305,7 @@ class Engine:
                 return
             request.pages = pages
             self.seated.append(self.waiting.popleft())
-            seat(self.state, len(self.seated) - 1, request, self._stops(request.params))
+            seat(self.state, len(self.seated) - 1, request, stops(request.params, self.loaded))
 
     def _prefill(self) -> list[Delta]:
         slot = next((i for i, r in enumerate(self.seated) if r.prefilling), None)

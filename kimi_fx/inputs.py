@@ -11,6 +11,7 @@ from .compose import sampling_from
 from .config import Config, SamplingParams, package_path, problem
 
 KINDS = ("prompt", "ids", "messages")
+SHOWN = 20  # wrong lines of a file, at most
 
 
 class Prompt(NamedTuple):
@@ -24,7 +25,7 @@ class Prompt(NamedTuple):
 def read_prompts(config: Config) -> list[Prompt]:
     """All prompts asked for.
 
-    Raises ValueError if none or several sources are named, or a file cannot be read.
+    Raises ValueError if none or several sources are named, or a file cannot be read, a line of it for each wrong line.
     """
     given = {name: getattr(config, name) for name in (*KINDS, "prompts") if getattr(config, name) is not None}
     if len(given) != 1:
@@ -76,7 +77,15 @@ def _read_file(path: Path) -> list[Prompt]:
     except OSError as error:
         raise ValueError(f"prompts={path}: cannot be read ({error.strerror or error}).") from None
     lines = enumerate(text.split("\n"), 1)  # not splitlines: JSON may hold other line separators
-    prompts = [_line(text, f"{path}, line {number}") for number, text in lines if text.strip()]
+    prompts, wrong = [], []
+    for number, text in lines:
+        try:
+            prompts += [_line(text, f"{path}, line {number}")] if text.strip() else []
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        more = [f"and {len(wrong) - SHOWN} lines more."] if len(wrong) > SHOWN else []
+        raise ValueError("\n".join([*wrong[:SHOWN], *more]))
     if not prompts:
         raise ValueError(f"prompts={path}: the file holds no prompt.")
     return prompts

@@ -114,6 +114,7 @@ class Request:
         """Definitions: `Stats`."""
         steps, now = len(self.emitted), self.ended or time.perf_counter()
         first, started = self.first or now, self.started or now
+        later, read = max(len(self.ids) - 1, 0), self.prefilled if self.limit else 0
         reached = Counter(depth for n in self.emitted for depth in range(n - 1))
         decode = max(now - first, 1e-9)
         return Stats(
@@ -128,11 +129,11 @@ class Request:
             acceptance_by_depth=tuple(reached[d] / steps for d in range(max(reached, default=-1) + 1)),
             nodes_per_step=self.nodes / steps if steps else 0.0,
             time_to_first_token=first - self.born,
-            time_per_output_token=decode / max(len(self.ids) - 1, 1),
-            tokens_per_second=max(len(self.ids) - 1, 0) / decode,
-            prompt_tokens_per_second=len(self.prompt) / max(first - started, 1e-9),
+            time_per_output_token=decode / later if later else 0.0,
+            tokens_per_second=later / decode,
+            prompt_tokens_per_second=read / max(first - started, 1e-9),
             total_time=now - self.born,
-            kv_tokens=len(self.prompt) + max(len(self.ids) - 1, 0),
+            kv_tokens=read + later,
             eager_steps=self.eager,
             backend=self.backend,
         )

@@ -35,8 +35,8 @@ class Stats:
     `acceptance_length` is the mean over verify steps of the tokens they emitted: the bonus token counts, the
     prefill's token and tokens cut by a stop or a length do not. `acceptance_by_depth[d]` is the share of steps
     whose drafts were accepted d + 1 levels deep. The time to the first token counts from the request's arrival,
-    waiting included; the prompt's rate from the start of its prefill. `kv_tokens` are those in the pool at the end: the
-    last token never enters it. `eager_steps` ran operator by operator.
+    waiting included; the prompt's rate from the start of its prefill; a mean or rate of nothing is 0. `kv_tokens` are
+    those in the pool at the end: the last token never enters it. `eager_steps` ran operator by operator.
     """
 
     mode: str

@@ -46,7 +46,8 @@ class Verdict:
         if self.error:
             return f"{line} ERROR: {self.error}"
         if self.gap is None:
-            return f"{line} equal, {self.tokens} tokens, acceptance length {self.acceptance:.2f}"
+            steps = f", acceptance length {self.acceptance:.2f}" if self.acceptance else ""
+            return f"{line} equal, {self.tokens} tokens{steps}"
         word = "near tie" if self.good else "DIFFERENT"
         return f"{line} {word} after {self.same} tokens: gap {self.gap:.2e}, tolerance {self.tolerance:.2e}"
 

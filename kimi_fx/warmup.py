@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .checkpoint.load import random_params
 from .checkpoint.shards import local
-from .compose import load_config, resolve
+from .compose import OF_REQUESTS, check_used, load_config, resolve
 from .engine import Engine
 from .graphs.params import Params, drafter_plan, target_plan
 from .runtime.build import load_kernels
@@ -43,6 +43,7 @@ class Warmup(Engine):
 
 def command(overrides: Sequence[str]) -> int:
     """Prints the store's folder. Raises ValueError where compiling is forbidden, or nothing would use what it makes."""
+    check_used("warmup", overrides, dict.fromkeys(OF_REQUESTS, "leave it out"))
     given = {setting.key: setting.value for setting in resolve(overrides) if setting.origin != "default"}
     for key, forbids in (("run.compile", False), ("run.require_warm", True)):
         if given.get(key) is forbids:

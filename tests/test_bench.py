@@ -175,6 +175,8 @@ def test_what_is_given_twice_is_measured_once() -> None:
 
 UNUSED = {
     "generate budgets=[7] prompt=a": "budgets=[7]: generate makes no use of it, step.budget is that of a request",
+    "inspect prompt=a output=json": "prompt=a: inspect makes no use of it, leave it out\noutput=json: ",
+    "warmup budgets=[7] limit=3": "budgets=[7]: warmup makes no use of it, leave it out\nlimit=3: ",
     "validate output=json ids=[1]": "output=json: validate makes no use of it, leave it out",
     "bench acceptance ids=[1,2,3]": "ids=[1,2,3]: bench acceptance makes no use of it, give prompts=FILE",
     "bench acceptance step=chain": "step=chain: bench acceptance makes no use of it, leave it out",

@@ -369,6 +369,14 @@ def test_bad_lines_of_a_file(refused, small, tmp_path, line):
     assert LINES[line] in err.partition(f"kimi-fx: {file}, line 2: ")[2]
 
 
+def test_all_bad_lines_of_a_file_are_named(refused, small, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(['{"ids": [1]}', *["[]", "{}"] * 11]))
+    named = refused("generate", f"prompts={file}", *small).splitlines()
+    assert [line.count(f"{file}, line {n}: ") for n, line in enumerate(named[:20], 2)] == [1] * 20
+    assert named[20:] == ["and 2 lines more."]
+
+
 def test_bad_files(refused, small, tmp_path):
     empty, matrix = tmp_path / "empty.jsonl", tmp_path / "other.safetensors"
     empty.write_text("\n")

@@ -3,6 +3,7 @@
 import json
 import resource
 import signal
+from collections import deque
 from dataclasses import fields
 
 import numpy as np
@@ -39,6 +40,19 @@ def test_statistics_add_up(engine, held_out, mode, budget):
     assert len(times) == 5 and all(0 < t < 1e9 for t in times.values())
     assert stats.time_to_first_token + 39 * stats.time_per_output_token == pytest.approx(stats.total_time, rel=1e-3)
     assert stats.eager_steps == stats.steps and stats.backend == "cpu reference"
+
+
+def test_statistics_of_nothing_are_zero(make_engine, held_out):
+    engine = make_engine("run.chunk=16", "run.batch=1")
+    none, one = (engine.generate(held_out[0][:50], max_tokens=n, **HOW).stats for n in (0, 1))
+    assert none.kv_tokens == none.prompt_tokens_per_second == none.time_per_output_token == none.tokens_per_second == 0
+    assert one.kv_tokens == 50 and one.prompt_tokens_per_second > 0
+    assert one.time_per_output_token == one.tokens_per_second == 0
+    request = engine.add(held_out[0][:50], {"max_tokens": 4})
+    engine.inbox[request] = (deltas := deque())
+    engine.step()
+    engine.cancel(request)
+    assert deltas[-1].stats.kv_tokens == 16 and deltas[-1].stats.prompt_tokens_per_second > 0
 
 
 def test_poor_drafts_are_visible(monkeypatch):

@@ -6,6 +6,7 @@ A name is that of the file whose `run` it calls, which only then is imported.
 from collections.abc import Sequence
 from importlib import import_module
 from inspect import cleandoc
+from textwrap import fill
 
 from ..rules import nearest
 
@@ -26,7 +27,8 @@ def usage(name: str) -> str:
     """What a benchmark measures, the keys it takes, and their defaults."""
     module = import_module(f".{name}", __name__)
     measures = cleandoc(module.__doc__ or name)
-    takes = cleandoc(module.run.__doc__ or "Takes the keys that `kimi-fx config` prints.")
+    but = ", ".join(getattr(module, "UNUSED", {}))
+    takes = cleandoc(module.run.__doc__ or fill(f"Takes the keys that `kimi-fx config` prints, but {but}.", 120))
     own = getattr(module, "DEFAULTS", {})
     lists = [f"{key}={value}".replace(" ", "").replace("'", "") for key, value in own.items()]
     return "\n  ".join([f"{measures}\n\n{takes}\nDefaults of its own:", *(lists or module.USUAL)])
