@@ -459,10 +459,7 @@ Tensor draft_attention(const Tensor& q, const Tensor& pool_k, const Tensor& pool
     torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
     if (B * S == 0) return torch::stable::new_empty(q, {B, S, H, head});
     Device device = device_of(q);
-    int64_t splits = rounds::draft_splits(B, S, H, KV, page_table.size(1), device.blocks, device.shared);
     Tensor result = torch::stable::new_empty(q, {B, S, H, head});
-    Tensor partial_o = torch::stable::new_empty(q, {B, KV, splits, S * (H / KV), head}, ScalarType::Float);
-    Tensor partial_lse = torch::stable::new_empty(q, {B, KV, splits, S * (H / KV)}, ScalarType::Float);
     rounds::DraftParams params{
         .q = data<__nv_bfloat16>(q),
         .pool_k = data<__nv_bfloat16>(pool_k),
@@ -471,8 +468,6 @@ Tensor draft_attention(const Tensor& q, const Tensor& pool_k, const Tensor& pool
         .length = data<int32_t>(length),
         .k = data<__nv_bfloat16>(k),
         .v = data<__nv_bfloat16>(v),
-        .partial_o = out<float>(partial_o),
-        .partial_lse = out<float>(partial_lse),
         .out = out<__nv_bfloat16>(result),
         .v_stride = v.stride(1),
         .table_width = static_cast<int>(page_table.size(1)),
@@ -482,10 +477,14 @@ Tensor draft_attention(const Tensor& q, const Tensor& pool_k, const Tensor& pool
         .KV = static_cast<int>(KV),
         .head = static_cast<int>(head),
         .window = static_cast<int>(std::min<int64_t>(window, INT32_MAX)),
-        .splits = static_cast<int>(splits),
         .causal = causal,
         .scale_log2 = static_cast<float>(scale * 1.4426950408889634),
     };
+    params.splits = rounds::draft_splits(params, device.arch, device.blocks, device.shared);
+    int64_t splits = params.splits;
+    Tensor partial_o = torch::stable::new_empty(q, {B, KV, splits, S * (H / KV), head}, ScalarType::Half);
+    Tensor partial_lse = torch::stable::new_empty(q, {B, KV, S * (H / KV), splits}, ScalarType::Float);
+    params.partial_o = out<__half>(partial_o), params.partial_lse = out<float>(partial_lse);
     STD_CUDA_CHECK(rounds::launch_draft_attention(params, device.arch, device.stream));
     return result;
 }

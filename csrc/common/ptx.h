@@ -60,6 +60,11 @@ __device__ inline void sync_threads(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Counts these threads in without waiting for the others.
+__device__ inline void arrive_threads(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // ---- tensor copies ----
 
 // The box at (x, y, z) into shared memory.
@@ -69,6 +74,11 @@ __device__ inline void load_box(const CUtensorMap& map, uint32_t to, uint32_t ba
         " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
         "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
         : "memory");
+}
+
+// A map is read a microsecond sooner where it was asked for ahead.
+__device__ inline void prefetch_map(const CUtensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // ---- ordering ----

@@ -13,11 +13,10 @@
 // Row tiles of one request should walk the same KV tiles at the same time: what one of them brought into the L2 serves
 // the others. Long because the loader and both warpgroups hand on the same barriers and are read together.
 
-#include <cuda.h>
-
 #include "../common/overlap.h"
 #include "../common/ptx.h"
 #include "../common/store.h"
+#include "../common/tensor_map.h"
 #include "../common/wgmma.h"
 #include "launch.h"
 #include "params.h"
@@ -436,29 +435,14 @@ __global__ void __launch_bounds__(kThreads, 1) wgmma_kernel(const __grid_constan
 #endif
 }
 
-// Rows of 576 values, read in boxes of 64 columns.
-bool encode(CUtensorMap& map, const void* base, uint64_t rows, uint64_t outer) {
-    static const auto encode_tiled = [] {
-        void* entry = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-    }();
-    cuuint64_t size[3] = {kRow, rows, outer}, stride[2] = {kRow * 2, kRow * 2 * rows};
-    cuuint32_t box[3] = {64, 64, 1}, step[3] = {1, 1, 1};
-    return encode_tiled != nullptr &&
-           encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(base), size, stride, box, step,
-                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
 }  // namespace
 
 cudaError_t launch_wgmma(const Params& p, cudaStream_t stream) {
     constexpr int kPages = 1 << 25;  // the pool's size is not known here; page ids are in range
     Maps maps;
-    if (!encode(maps.q, p.q, uint64_t(p.N) * p.H, p.B) || !encode(maps.pool, p.pool, kPage, kPages) ||
-        !encode(maps.rows, p.rows, p.N, p.B))
+    if (!encode_rows(maps.q, p.q, kRow, kRow, uint64_t(p.N) * p.H, p.B) ||
+        !encode_rows(maps.pool, p.pool, kRow, kRow, kPage, kPages) ||
+        !encode_rows(maps.rows, p.rows, kRow, kRow, p.N, p.B))
         return cudaErrorInvalidValue;
     cudaError_t error = cudaFuncSetAttribute(wgmma_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
     if (error != cudaSuccess) return error;

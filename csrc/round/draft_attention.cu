@@ -1,4 +1,5 @@
-// Grouped-query attention of the drafter's block on mma.sync m16n8k16, split over the context; a second, overlapped
+// Grouped-query attention of the drafter's block on mma.sync m16n8k16, split over the context, for all chips and for
+// heads of 64 or 128 columns; draft_wgmma.cu has a kernel that takes its place on sm_90 for 128. A second, overlapped
 // launch adds up the splits in their order.
 //
 // A block has 64 rows, a warp 16 of them and every key of a tile. Tiles of 64 keys and values come in by cp.async,
@@ -24,26 +25,13 @@ constexpr int kResident = 1;  // blocks of a multiprocessor, as its shared memor
 constexpr int kResident = 2;
 #endif
 
-// A request's tiles and how many a split takes.
-struct Cut {
-    int length, page;  // committed tokens; the first page any slot sees
-    int tiles, each;
-
-    __device__ Cut(const DraftParams& p, int b) {
-        length = p.length[b];
-        page = p.window ? max(length - p.window + 1, 0) / kPage : 0;
-        tiles = ceil_div(length, kPage) - page + 1;
-        each = ceil_div(tiles, p.splits);
-    }
-};
-
 // Starts the copy of a tile's keys and values; rows that hold nothing become zeros, as the pool's may be NaN.
 template <int Head>
 __device__ void copy_tile(const DraftParams& p, const Cut& cut, int b, int kv, int tile, int page, uint32_t to) {
     constexpr int kChunks = Head / 8, kRows = kThreads / kChunks;  // rows at a time
     int chunk = threadIdx.x % kChunks;
-    bool own = tile == cut.tiles - 1;
-    int valid = own ? p.S : cut.length - (cut.page + tile) * kPage;
+    bool own = cut.own(tile);
+    int valid = cut.valid(p, tile);
     int64_t row = own ? int64_t(b) * p.S : int64_t(page) * kPage, column = kv * Head + chunk * 8;
     int64_t stride = int64_t(p.KV) * Head, v_stride = own ? p.v_stride : stride;
     const __nv_bfloat16* keys = (own ? p.k : p.pool_k) + row * stride + column;
@@ -76,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, kResident) draft_kernel(DraftParams 
     if (tile >= end) return;
 
     const int32_t* pages = p.page_table + int64_t(b) * p.table_width + cut.page;
-    auto page_of = [&](int t) { return t < end && t < cut.tiles - 1 ? pages[t] : 0; };
+    auto page_of = [&](int t) { return t < end && !cut.own(t) ? pages[t] : 0; };
     uint32_t ring = ptx::shared_address(memory);
     auto place_of = [&](int t) { return ring + (t - split * cut.each) % kStages * 2 * kTileBytes<Head>; };
     auto copy = [&](int t, int page) {
@@ -86,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, kResident) draft_kernel(DraftParams 
     for (int t = tile; t < tile + kStages - 1; ++t) copy(t, page_of(t));
     int page = page_of(tile + kStages - 1);  // of the tile to be copied next, read one tile ahead
 
-    int rows = p.S * (p.H / p.KV), first = (row_tile * kWarps + threadIdx.x / 32) * 16;
+    int group = p.H / p.KV, rows = p.S * group, first = (row_tile * kWarps + threadIdx.x / 32) * 16;
     WarpRows<Head> own;
     own.read(p, b, kv, first, rows);
     for (; tile < end; ++tile) {
@@ -94,93 +82,93 @@ __global__ void __launch_bounds__(kThreads, kResident) draft_kernel(DraftParams 
         __syncthreads();  // the tile is there for all, and the one before it has been read by all
         copy(tile + kStages - 1, page);
         page = page_of(tile + kStages);
-        bool last = tile == cut.tiles - 1;
-        int start = last ? cut.length : (cut.page + tile) * kPage, valid = last ? p.S : cut.length - start;
-        if (!last && valid >= kPage && (!p.window || cut.length + p.S - 1 - start < p.window)) {
+        if (cut.all_see_all(p, tile)) {
             own.template attend<false>(place_of(tile), p.scale_log2, {}, {});
             continue;
         }
-        auto low = [&](int own) { return p.window ? own - p.window + 1 : 0; };
-        auto high = [&](int own) { return min(valid, p.causal ? own + 1 : p.window ? own + p.window : valid); };
-        int row = first + threadIdx.x % 32 / 4, group = p.H / p.KV;
-        int2 place = make_int2(cut.length - start + row / group, cut.length - start + (row + 8) / group);
-        own.template attend<true>(place_of(tile), p.scale_log2, make_int2(low(place.x), low(place.y)),
-                                  make_int2(high(place.x), high(place.y)));
+        auto seen = [&](int half) { return cut.seen(p, tile, (first + threadIdx.x % 32 / 4 + half * 8) / group); };
+        own.template attend<true>(place_of(tile), p.scale_log2, seen(0), seen(1));
     }
-    own.write(p, (int64_t(b) * p.KV + kv) * p.splits + split, first, rows);
+    own.write(p, b, kv, split, first, rows);
 }
 
 constexpr int kJoinThreads = 512;  // at most: four a split
-constexpr int kAhead = 8;  // partials a thread has in flight before it knows their weights
+constexpr int kEach = 8;           // a thread's partials, at most
 
-__device__ float block_reduce(float value, bool maximum) {
-    __shared__ float of_warp[kJoinThreads / 32];
-    auto op = [&](float x, float y) { return maximum ? fmaxf(x, y) : x + y; };
-    for (int d = 16; d; d /= 2) value = op(value, __shfl_xor_sync(~0u, value, d));
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
-    __syncthreads();
-    value = of_warp[0];
-    for (int w = 1; w < static_cast<int>(blockDim.x) / 32; ++w) value = op(value, of_warp[w]);
-    return value;
+template <typename Op>
+__device__ float reduce(float x, int first, Op op) {
+    for (int d = 16; d >= first; d /= 2) x = op(x, __shfl_xor_sync(~0u, x, d));
+    return x;
 }
 
-// A block has one row; groups of threads with four columns each take every groups-th split.
+// A block has one row. Groups of threads with eight columns each take every groups-th split, and every warp finds all
+// splits' weights for itself.
 template <int Head>
 __global__ void __launch_bounds__(kJoinThreads) join_kernel(DraftParams p) {
-    constexpr int kColumns = Head / 4;
-    __shared__ float weight[kMaxSplits];
-    __shared__ float4 sums[kJoinThreads / kColumns][kColumns];
+    constexpr int kLanes = Head / 8;
+    static_assert(kMaxSplits * kLanes <= kEach * kJoinThreads);
+    __shared__ float sums[kJoinThreads / 32][Head];
     begin();
-    int groups = blockDim.x / kColumns;
-    int group = p.H / p.KV, rows = p.S * group, b = blockIdx.y;
-    int slot = blockIdx.x / p.H, head = blockIdx.x % p.H, row = slot * group + head % group;
+    auto largest = [](float x, float y) { return fmaxf(x, y); };
+    auto plus = [](float x, float y) { return x + y; };
+    int thread = threadIdx.x, lane = thread % 32, groups = blockDim.x / kLanes;
+    int group = p.H / p.KV, slot = blockIdx.x / p.H, head = blockIdx.x % p.H, b = blockIdx.y;
+    int row = slot * group + head % group;
     Cut cut(p, b);
-    int used = ceil_div(cut.tiles, cut.each), thread = threadIdx.x;
-    int64_t first = (int64_t(b) * p.KV + head / group) * p.splits;
-    int column = thread % kColumns, start = thread / kColumns;
-    auto load = [&](int i) {
-        return *reinterpret_cast<const float4*>(p.partial_o + ((first + i) * rows + row) * Head + column * 4);
-    };
-    float lse = thread < used ? p.partial_lse[(first + thread) * rows + row] : -INFINITY;
-    float4 ahead[kAhead];
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-        if (start + j * groups < used) ahead[j] = load(start + j * groups);
-    }
-    float top = block_reduce(lse, true), share = exp2f(lse - top);
-    if (thread < used) weight[thread] = share;
-    float total = block_reduce(share, false);
+    int used = ceil_div(cut.tiles, cut.each);
+    const float* lse = Partials(p, b, head / group, 0, row).lse;
 
-    float4 sum = make_float4(0, 0, 0, 0);
-    auto add = [&](float4 o, float w) { sum.x += w * o.x, sum.y += w * o.y, sum.z += w * o.z, sum.w += w * o.w; };
+    uint4 part[kEach];
+    float power[kEach], all[kMaxSplits / 32];
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-        if (start + j * groups < used) add(ahead[j], weight[start + j * groups]);
+    for (int j = 0; j < kEach; ++j) {
+        int i = thread / kLanes + j * groups;
+        power[j] = i < used ? lse[i] : -INFINITY;
+        part[j] = make_uint4(0, 0, 0, 0);
+        if (i < used) part[j] = reinterpret_cast<const uint4*>(Partials(p, b, head / group, i, row).o)[thread % kLanes];
     }
-#pragma unroll 4
-    for (int i = start + kAhead * groups; i < used; i += groups) add(load(i), weight[i]);
-    sums[thread / kColumns][column] = sum;
+#pragma unroll
+    for (int j = 0; j < kMaxSplits / 32; ++j) all[j] = j * 32 + lane < used ? lse[j * 32 + lane] : -INFINITY;
+    float top = -INFINITY, total = 0, sum[8] = {};
+#pragma unroll
+    for (float x : all) top = fmaxf(top, x);
+    top = reduce(top, 1, largest);
+#pragma unroll
+    for (float x : all) total += exp2f(x - top);
+    total = reduce(total, 1, plus);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+        float weight = exp2f(power[j] - top) / total;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) sum[k] += weight * __half2float(reinterpret_cast<const __half*>(&part[j])[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+        sum[k] = reduce(sum[k], kLanes, plus);
+        if (lane < kLanes) sums[thread / 32][lane * 8 + k] = sum[k];
+    }
     __syncthreads();
-    if (thread >= kColumns) return;
-    for (int g = 1; g < groups; ++g) {
-        float4 o = sums[g][column];
-        sum.x += o.x, sum.y += o.y, sum.z += o.z, sum.w += o.w;
+    for (int column = thread; column < Head; column += blockDim.x) {
+        float x = 0;
+        for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp) x += sums[warp][column];
+        p.out[((int64_t(b) * p.S + slot) * p.H + head) * Head + column] = __float2bfloat16(x);
     }
-    uint2 four = {pack(sum.x / total, sum.y / total), pack(sum.z / total, sum.w / total)};
-    *reinterpret_cast<uint2*>(p.out + ((int64_t(b) * p.S + slot) * p.H + head) * Head + column * 4) = four;
 }
 
-int row_tiles(int S, int H, int KV) { return ceil_div(S * (H / KV), 16 * kWarps); }
-
 template <int Head>
-cudaError_t launch_head(const DraftParams& p, int arch, cudaStream_t stream) {
+cudaError_t launch_partials(const DraftParams& p, int arch, cudaStream_t stream) {
     constexpr int kBytes = kStages * 2 * kTileBytes<Head>;
     static_assert(kBytes <= 99 * 1024);
     cudaError_t error = cudaFuncSetAttribute(draft_kernel<Head>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
-    dim3 grid(p.splits, p.KV * row_tiles(p.S, p.H, p.KV), p.B);
-    error = launch_in_clusters(draft_kernel<Head>, grid, kThreads, kBytes, 1, arch, stream, p);
+    dim3 grid(p.splits, p.KV * ceil_div(p.S * (p.H / p.KV), 16 * kWarps), p.B);
+    return launch_in_clusters(draft_kernel<Head>, grid, kThreads, kBytes, 1, arch, stream, p);
+}
+
+template <int Head>
+cudaError_t launch_head(const DraftParams& p, int arch, cudaStream_t stream) {
+    cudaError_t error =
+        on_warpgroups(p, arch) ? launch_draft_wgmma(p, stream) : launch_partials<Head>(p, arch, stream);
     if (error != cudaSuccess) return error;
     int threads = std::clamp(ceil_div(4 * p.splits, 32) * 32, 32, kJoinThreads);
     static_assert(kMaxSplits <= kJoinThreads);
@@ -189,10 +177,20 @@ cudaError_t launch_head(const DraftParams& p, int arch, cudaStream_t stream) {
 
 }  // namespace
 
-int draft_splits(int B, int S, int H, int KV, int table_width, int multiprocessors, int shared) {
-    int resident = std::clamp(shared / (kStages * 2 * kTileBytes<128>), 1, kResident);
-    int splits = resident * multiprocessors / (B * KV * row_tiles(S, H, KV));
-    return std::clamp(splits, 1, std::min(kMaxSplits, table_width + 1));
+// As few waves of blocks, up to four, as leave no more of the chip idle than a tenth over the next choice.
+int draft_splits(const DraftParams& p, int arch, int multiprocessors, int shared) {
+    bool wide = on_warpgroups(p, arch);
+    int resident = wide ? 1 : std::clamp(shared / (kStages * 2 * kTileBytes<128>), 1, kResident);
+    int places = resident * multiprocessors;
+    int blocks = p.B * p.KV * ceil_div(p.S * (p.H / p.KV), wide ? kWideRows : 16 * kWarps);  // of one split
+    int splits = 1;
+    float most = 0;
+    for (int waves = 1; waves <= 4; ++waves) {
+        int tried = std::max(waves * places / blocks, 1);
+        float busy = float(tried * blocks) / (ceil_div(tried * blocks, places) * places);
+        if (busy > most + 0.1f) splits = tried, most = busy;
+    }
+    return std::clamp(splits, 1, std::min(kMaxSplits, p.table_width + 1));
 }
 
 cudaError_t launch_draft_attention(const DraftParams& p, int arch, cudaStream_t stream) {

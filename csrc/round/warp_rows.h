@@ -5,15 +5,11 @@
 
 #pragma once
 
-#include "draft_attention.h"
-
 #include "common/ptx.h"
+#include "common/store.h"
+#include "draft_tiles.h"
 
 namespace kimi_fx::round {
-
-constexpr int kPage = 64;  // keys of a page, and of a tile
-
-constexpr float kSlack = 8;  // a power may grow by so many factors of two before the rows' sums are scaled anew
 
 template <int Head>
 constexpr int kTileBytes = kPage * Head * 2;  // of keys, and of values
@@ -30,11 +26,6 @@ __device__ inline void load_transposed(uint32_t (&r)[4], uint32_t at) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(at)
                  : "memory");
-}
-
-__device__ inline uint32_t pack(float x, float y) {
-    __nv_bfloat162 two = __floats2bfloat162_rn(x, y);
-    return *reinterpret_cast<uint32_t*>(&two);
 }
 
 // Where a chunk of 8 columns lies in a tile.
@@ -78,9 +69,9 @@ struct WarpRows {
         }
     }
 
-    // A tile, of which rows see the keys from `low` on and under `high`.
+    // A tile, of which the lane's first row sees the keys from .x on and under .y of `seen`, its second of `below`.
     template <bool Masked>
-    __device__ void attend(uint32_t tile, float scale_log2, int2 low, int2 high) {
+    __device__ void attend(uint32_t tile, float scale_log2, int2 seen, int2 below) {
         int lane = threadIdx.x % 32;
         // tiles lie at multiples of 256 bytes, so the next two chunks are an exclusive or away
         uint32_t keys = chunk_at<Head>(tile, lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -103,7 +94,8 @@ struct WarpRows {
             for (int i = 0; i < 4; ++i) {
                 s[n][i] *= scale_log2;
                 int key = n * 8 + lane % 4 * 2 + i % 2;
-                if (Masked && (key < (i < 2 ? low.x : low.y) || key >= (i < 2 ? high.x : high.y))) s[n][i] = -INFINITY;
+                int2 range = i < 2 ? seen : below;
+                if (Masked && (key < range.x || key >= range.y)) s[n][i] = -INFINITY;
                 peak[i / 2] = fmaxf(peak[i / 2], s[n][i]);
             }
         }
@@ -129,8 +121,9 @@ struct WarpRows {
         }
 #pragma unroll
         for (int k = 0; k < kPage / 16; ++k) {
-            uint32_t weight[4] = {pack(s[2 * k][0], s[2 * k][1]), pack(s[2 * k][2], s[2 * k][3]),
-                                  pack(s[2 * k + 1][0], s[2 * k + 1][1]), pack(s[2 * k + 1][2], s[2 * k + 1][3])};
+            uint32_t weight[4] = {pack_bf16(s[2 * k][0], s[2 * k][1]), pack_bf16(s[2 * k][2], s[2 * k][3]),
+                                  pack_bf16(s[2 * k + 1][0], s[2 * k + 1][1]),
+                                  pack_bf16(s[2 * k + 1][2], s[2 * k + 1][3])};
 #pragma unroll
             for (int n = 0; n < Head / 16; ++n) {
                 uint32_t v[4];
@@ -141,7 +134,7 @@ struct WarpRows {
         }
     }
 
-    __device__ void write(const DraftParams& p, int64_t slot, int first, int rows) {
+    __device__ void write(const DraftParams& p, int b, int kv, int split, int first, int rows) {
         int lane = threadIdx.x % 32;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -149,13 +142,15 @@ struct WarpRows {
             total += __shfl_xor_sync(~0u, total, 2);
             float scale = total > 0 ? 1 / total : 0;
             int row = first + half * 8 + lane / 4;
-            if (row >= rows) continue;
-            if (lane % 4 == 0) p.partial_lse[slot * rows + row] = top[half] + log2f(total);
-            float* to = p.partial_o + (slot * rows + row) * Head + lane % 4 * 2;
+            Partials to(p, b, kv, split, row);
+            if (row < rows && lane % 4 == 0) *to.lse = top[half] + log2f(total);
 #pragma unroll
-            for (int n = 0; n < Head / 8; ++n) {
-                *reinterpret_cast<float2*>(to + n * 8) =
-                    make_float2(o[n][half * 2] * scale, o[n][half * 2 + 1] * scale);
+            for (int n = 0; n < Head / 8; n += 4) {
+                uint32_t pairs[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    pairs[i] = pack_fp16(o[n + i][half * 2] * scale, o[n + i][half * 2 + 1] * scale);
+                store_blocks(to.o + n * 8, pairs, lane, row < rows);
             }
         }
     }

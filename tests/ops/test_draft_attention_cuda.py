@@ -107,6 +107,15 @@ def test_the_extremes(lengths: list[int], slots: int, heads: tuple[int, int]) ->
     assert_near(case(lengths, slots, heads, 128, 0), 0, False)
 
 
+@pytest.mark.parametrize(("window", "causal"), [(0, False), (0, True), (65, False), (700, True)])
+@pytest.mark.parametrize(
+    ("slots", "heads"), [(1, (1, 1)), (63, (1, 1)), (64, (1, 1)), (13, (5, 1)), (64, (2, 1)), (17, (16, 2))]
+)
+def test_many_tiles_a_split(slots: int, heads: tuple[int, int], window: int, causal: bool) -> None:
+    """More requests than splits can be, so that tiles are many; lengths around the ends of pages."""
+    assert_near(case([max(64 * (i % 33) + i % 3 - 1, 0) for i in range(70)], slots, heads, 128, 3), window, causal)
+
+
 def test_what_a_window_hides_may_be_anything() -> None:
     """Pages wholly before the window are not read."""
     c = case([200], 8, (8, 1), 128, 1)
