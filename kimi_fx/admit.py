@@ -92,6 +92,8 @@ def token_limit(prompt: Sequence[int], p: SamplingParams, loaded: Loaded, max_le
         raise ValueError(f"min_tokens={p.least} is more than the {limit} tokens that fit or are asked for.")
     if len(ends) > STOP_SLOTS:
         raise ValueError(f"{len(ends)} stop ids were asked for, the model's own included: at most {STOP_SLOTS}.")
+    if p.stop and loaded.text.tokenizer is None:
+        raise ValueError("The checkpoint has no tiktoken.model, so a stop string cannot be found in ids.")
     for field, ids in (("stop_token_ids", p.stop_token_ids), ("logit_bias", p.logit_bias or {})):
         if strange := [t for t in ids if not 0 <= t < V]:
             raise ValueError(f"{field} names id {strange[0]}: ids are 0 to {V - 1}.")

@@ -21,7 +21,7 @@ USAGE = f"""usage: kimi-fx <command> [key=value …]
   generate   prompt="…" | prompts=FILE | ids=[…] | messages='[…]'   text as it comes, or output=json
   validate   the same prompts: speculation against plain decoding, reference against kernels
   inspect    target=FOLDER drafter=FOLDER   check a checkpoint without loading it
-  doctor     the same keys as generate   check machine, checkpoint, memory and links before a load; memory=GB: plan only
+  doctor     the same keys as generate   check machine, checkpoint, requests, memory, links; memory=GB: plan only
   warmup     compile every step of a configuration into the artefact store, ahead of use
   config     print every key with its value, type and origin
   bench      {" | ".join(BENCHES)}
@@ -82,14 +82,13 @@ def follow(name: str, overrides: Sequence[str]) -> int:
 def generate(overrides: Sequence[str]) -> int:
     from .compose import check_used, load_config
     from .engine import Engine
-    from .inputs import check_each, read_prompts
+    from .inputs import check_each, check_shown, read_prompts
 
     check_used("generate", overrides, {"budgets": "step.budget is that of a request"})
     config = load_config(overrides)
     read = read_prompts(config)
     prompts, fields = [p.value for p in read], [p.fields for p in read]
-    if config.output == "text" and any(f.get("logprobs", config.sampling.logprobs) is not None for f in fields):
-        raise ValueError("sampling.logprobs is printed with output=json only: add it, or leave logprobs out.")
+    check_shown(config, read)
     engine = Engine.open(config, check=lambda engine: check_each(read, engine.check))
     print(engine.settings(), file=sys.stderr)
     if config.output == "json":

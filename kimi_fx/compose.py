@@ -22,6 +22,7 @@ from .config import KEYS, LIMITS, SYNONYMS, Config, SamplingParams, problem, syn
 from .rules import cast, nearest
 
 COMMAND_LINE = "command line"
+OF_REQUESTS = ("prompt", "prompts", "ids", "messages", "limit", "budgets", "output")  # keys of what runs requests
 
 
 class ConfigError(ValueError):
@@ -56,9 +57,6 @@ def load_config(overrides: Sequence[str]) -> Config:
     for group in {setting.key.partition(".")[0]: None for setting in settings if "." in setting.key}:
         values[group] = type(getattr(Config(), group))(**members(group, settings))
     return Config(**values)
-
-
-OF_REQUESTS = ("prompt", "prompts", "ids", "messages", "limit", "budgets", "output")  # keys
 
 
 def check_used(command: str, overrides: Sequence[str], unused: Mapping[str, str]) -> None:

@@ -220,14 +220,14 @@ class Config:
     ops: Literal["auto", "reference"] = "auto"
     """reference: the plain PyTorch meaning of every operator, on any device."""
     prompt: str | None = None
-    """generate, validate: one text."""
+    """generate, validate, doctor: one text."""
     prompts: str | None = None
-    """generate, validate, bench: a file, one JSON object a line with prompt, ids or messages, or a
+    """generate, validate, doctor, bench: a file, one JSON object a line with prompt, ids or messages, or a
     safetensors file with a `prompts` matrix of ids."""
     ids: tuple[int, ...] | None = None
-    """generate, validate: one prompt as token ids."""
+    """generate, validate, doctor: one prompt as token ids."""
     messages: str | None = None
-    """generate, validate: a chat as a JSON list of {role, content}."""
+    """generate, validate, doctor: a chat as a JSON list of {role, content}."""
     output: Literal["text", "json"] = "text"
     """generate: stream text, or one JSON object a prompt."""
     limit: int | None = None
@@ -342,6 +342,11 @@ def see_only(index: int) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(index)] if visible is None else visible.split(",")[index : index + 1]
     os.environ["CUDA_VISIBLE_DEVICES"] = "".join(names)
+
+
+def environment_of(prefix: str) -> dict[str, str]:
+    """All variables whose names begin so."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
 
 
 @contextmanager

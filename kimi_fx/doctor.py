@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
 from textwrap import fill, indent
@@ -27,7 +27,7 @@ from .checkpoint.shards import check_divides
 from .compose import check_used, conf_folder, load_config, sampling_from
 from .config import PAGE, Config
 from .graphs.state import Model, Shape
-from .inputs import KINDS, Prompt, check_each, read_prompts
+from .inputs import KINDS, Prompt, check_each, check_shown, read_prompts
 from .prompts import to_ids
 from .runtime.buckets import buckets, name, tokens
 from .runtime.build import compiler, library_for, own_arch
@@ -219,16 +219,22 @@ def words(case: Case) -> str | None:
 
 
 def requests(case: Case) -> str:
-    """Sampling, and the prompts that are named, against the model's sizes; without a tokenizer they are only read."""
-    config, (ask, model) = case.config, case.ask()
-    text = Text(None, None, (), {}) if "target" in case.shipped else read_text(target_folder(config), model.target.V)
+    """Sampling, and the prompts that are named, as `generate` checks them. Of a geometry that ships without a tokenizer
+    texts and stop strings are left alone."""
+    config, (ask, model), bare = case.config, case.ask(), "target" in case.shipped
+    text = Text(None, None, (), {}) if bare else read_text(target_folder(config), model.target.V)
     loaded = Loaded(None, model, case.device, case.dtype, text)
     named = any(getattr(config, source) is not None for source in (*KINDS, "prompts", "limit"))
     read = read_prompts(config) if named else [Prompt([0], {})]
+    check_shown(config, read)
 
     def check(prompts: list[Any], fields: list[dict[str, Any]]) -> None:
-        ids, _ = to_ids(prompts, None, loaded, config) if text.tokenizer else ([[0]], True)
-        token_limit(ids[0], sampling_from(fields[0], config.sampling), loaded, ask.max_len, ask.pool // PAGE)
+        params, known = sampling_from(fields[0], config.sampling), prompts
+        if bare:
+            params = replace(params, stop=())
+            known = [p if isinstance(p, list) and p and isinstance(p[0], int) else [0] for p in prompts]
+        (ids,), _ = to_ids(known, None, loaded, config)
+        token_limit(ids, params, loaded, ask.max_len, ask.pool // PAGE)
 
     check_each(read, check)
     return f"{len(read)} prompt{'s' * (len(read) > 1)}, good" if named else "no prompt is named, sampling is good"

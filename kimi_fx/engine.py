@@ -283,8 +283,6 @@ class Engine:
     def _stream(self, params: SamplingParams) -> TextStream | None:
         tokenizer = self.loaded.text.tokenizer
         if tokenizer is None:
-            if params.stop:
-                raise ValueError("The checkpoint has no tiktoken.model, so a stop string cannot be found in ids.")
             return None
         return TextStream(tokenizer, params.stop, params.keep_stop, params.skip_special_tokens, params.least)
 

@@ -25,7 +25,7 @@ class Prompt(NamedTuple):
 def read_prompts(config: Config) -> list[Prompt]:
     """All prompts asked for.
 
-    Raises ValueError if none or several sources are named, or a file cannot be read, a line of it for each wrong line.
+    Raises ValueError if none or several sources are named, or a file cannot be read; of that the first wrong lines.
     """
     given = {name: getattr(config, name) for name in (*KINDS, "prompts") if getattr(config, name) is not None}
     if len(given) != 1:
@@ -49,6 +49,12 @@ def read_plain(config: Config) -> list[Prompt]:
     return read
 
 
+def check_shown(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raises ValueError for what `generate` would not print."""
+    if config.output == "text" and any(p.fields.get("logprobs", config.sampling.logprobs) is not None for p in prompts):
+        raise ValueError("sampling.logprobs is printed with output=json only: add it, or leave logprobs out.")
+
+
 def check_each(prompts: Sequence[Prompt], check: Callable[[Any, Any], object]) -> None:
     """Call `check` with each prompt and its fields; a ValueError then says where the prompt stands."""
     for prompt in prompts:
@@ -62,7 +68,8 @@ def standing(where: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{where}: {error}" if where else str(error)) from None
+        lines = str(error).split("\n")
+        raise ValueError("\n".join(f"{where}: {line}" if where else line for line in lines)) from None
 
 
 def _read_file(path: Path) -> list[Prompt]:
@@ -84,7 +91,7 @@ def _read_file(path: Path) -> list[Prompt]:
         except ValueError as error:
             wrong.append(str(error))
     if wrong:
-        more = [f"and {len(wrong) - SHOWN} lines more."] if len(wrong) > SHOWN else []
+        more = [f"and {len(wrong) - SHOWN} more."] if len(wrong) > SHOWN else []
         raise ValueError("\n".join([*wrong[:SHOWN], *more]))
     if not prompts:
         raise ValueError(f"prompts={path}: the file holds no prompt.")

@@ -114,7 +114,8 @@ class Request:
         """Definitions: `Stats`."""
         steps, now = len(self.emitted), self.ended or time.perf_counter()
         first, started = self.first or now, self.started or now
-        later, read = max(len(self.ids) - 1, 0), self.prefilled if self.limit else 0
+        later = max(len(self.ids) - 1, 0)
+        read = self.prefilled if self.limit else 0  # for no token no prompt is read
         reached = Counter(depth for n in self.emitted for depth in range(n - 1))
         decode = max(now - first, 1e-9)
         return Stats(

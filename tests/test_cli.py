@@ -369,12 +369,19 @@ def test_bad_lines_of_a_file(refused, small, tmp_path, line):
     assert LINES[line] in err.partition(f"kimi-fx: {file}, line 2: ")[2]
 
 
+def test_all_that_is_wrong_with_a_line_says_where_it_is(refused, small, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"ids": [1], "n": 0, "top_p": 2}')
+    named = refused("generate", f"prompts={file}", *small).removeprefix("kimi-fx: ").splitlines()
+    assert len(named) == 2 and all(line.startswith(f"{file}, line 1: ") for line in named)
+
+
 def test_all_bad_lines_of_a_file_are_named(refused, small, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(['{"ids": [1]}', *["[]", "{}"] * 11]))
     named = refused("generate", f"prompts={file}", *small).splitlines()
     assert [line.count(f"{file}, line {n}: ") for n, line in enumerate(named[:20], 2)] == [1] * 20
-    assert named[20:] == ["and 2 lines more."]
+    assert named[20:] == ["and 2 more."]
 
 
 def test_bad_files(refused, small, tmp_path):

@@ -150,6 +150,7 @@ PLANS = {
     "sampling.stop_token_ids=[5000]": "stop_token_ids names id 5000: ids are 0 to 4095",
     "ids=[1,4096]": "The prompt holds 4096, which is no token id",
     "prompts=none.jsonl": "prompts=none.jsonl: there is no such file",
+    "prompt=a sampling.logprobs=2": "sampling.logprobs is printed with output=json only",
     "limit=2": "Give one of prompt=, prompts=, ids= or messages=; found none",
     "budgets=[7]": "budgets=[7]: doctor makes no use of it",
     "mesh.near=true": "mesh.near=true, but there is one rank",
@@ -158,6 +159,15 @@ PLANS = {
     "device=cpu": "memory=139 plans for CUDA devices and device=cpu asks for none: leave one of them out",
     "device=cpu:5": "device='cpu:5' is not a device",
 }
+
+
+def test_a_plan_of_a_geometry_that_ships_checks_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no tokenizer, so texts and stop strings are left alone."""
+    words = ["doctor", "memory=102", "mesh.tp=8", "target=kimi_k2_6", "run.batch=1", "cache.max_len=4096"]
+    for word, good in (("prompt=a", True), ("sampling.stop=END", True), ("ids=[1,999999999]", False)):
+        assert main([*words, word]) == (0 if good else 2)
+        out = capsys.readouterr().out
+        assert ("requests: NOT GOOD\n  The prompt holds 999999999" in out) != good
 
 
 @pytest.mark.parametrize("words", PLANS)

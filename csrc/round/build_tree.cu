@@ -56,7 +56,7 @@ constexpr int kDepthAt = 21, kParentAt = 14, kStepMask = (1 << kParentAt) - 1;
 static_assert(sizeof(TreeMemory::steps) <= kStepMask);
 
 // The tree of at most `budget` nodes under the root, by one warp. A lane has the children of `Each` nodes, of which the
-// next is the frontier's.
+// next is the frontier's. Places of nodes that are yet to come go along with the root's: its child there counts once.
 template <int Each>
 __device__ void grow(int budget, int k, TreeMemory& m) {
     using namespace ptx;

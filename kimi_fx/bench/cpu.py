@@ -14,7 +14,7 @@ from ..config import KEYS, Mode
 from ..engine import Engine
 from ..inputs import check_each, read_plain
 from ..runtime.load import target_folder
-from .acceptance import UNUSED
+from .acceptance import UNUSED as ALSO
 from .huggingface import check_installed, huggingface
 from .record import record, say, table
 
@@ -27,11 +27,12 @@ USUAL = [
     "sampling.max_tokens=128",
 ]
 SAMPLING = {key: "its texts are greedy" for key in KEYS if key.startswith("sampling.") and key != "sampling.max_tokens"}
+UNUSED = SAMPLING | ALSO
 Way = Callable[[list[int]], list[int]]
 
 
 def run(overrides: Sequence[str]) -> int:
-    check_used("bench cpu", overrides, SAMPLING | UNUSED)
+    check_used("bench cpu", overrides, UNUSED)
     check_installed()
     config = load_config([*USUAL, *overrides])
     read = read_plain(config)

@@ -5,7 +5,7 @@ cache), and takes the median of its replays over the layers. Attention's output 
 that stand ready, and only where launches are counted they run too. Operators are also timed one by one, each alone in
 its graph, where launches and waits show that a whole layer hides, and the layer once more without overlapped launches
 ("apart"). The floor is the weights read once at the card's read rate, measured in the same run. The peer is the same
-layer in compiled PyTorch, router in fp32.
+layer in compiled PyTorch.
 """
 
 from collections.abc import Callable, Sequence

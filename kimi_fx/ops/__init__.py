@@ -1,7 +1,7 @@
 """The leaf operators of a round: one file each holds schema, fake and reference.
 
-`KERNELS` goes through the dispatcher, which picks by device; `REFERENCE` is the plain PyTorch meaning on any
-device. Both are handed to the graphs as data.
+`KERNELS` goes through the dispatcher, which picks by device, and for more rows than a kernel takes is the reference's
+own steps; `REFERENCE` is the plain PyTorch meaning on any device. Both are handed to the graphs as data.
 """
 
 from collections.abc import Callable

@@ -77,9 +77,9 @@ def logits_of(
     h: Tensor,  # [T, D]
     router: Tensor,  # [E, D]
 ) -> Tensor:
-    """[T, E] f32: products of what is given, sums in fp32. A product of fp32 copies is the same, and five times slower
-    on tensor cores' devices."""
-    if h.is_cuda and h.dtype == torch.bfloat16:
+    """[T, E] f32: products of what is given, sums in fp32. Of bf16 tensor cores do it, in a fifth of the time that fp32
+    copies take."""
+    if h.is_cuda and h.dtype == router.dtype == torch.bfloat16:
         return torch.mm(h, router.mT, out_dtype=torch.float32)
     return F.linear(h.float(), router.float())
 

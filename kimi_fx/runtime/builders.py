@@ -64,7 +64,7 @@ def build_all(rounds: Rounds, params: Params) -> None:
     with closing(built):
         for done, (bucket, entry) in enumerate(built, 1):
             waits = math.ceil((len(cold) - done) / at_once)
-            left = f", about {clock(rounds.pace() * waits)} left" if waits else ""
+            left = f", about {clock(rounds.pace(cold) * waits)} left" if waits else ""
             rounds.say(f"{done} of {len(cold)}: {name(bucket)} took {clock(entry['seconds'])}{left}")
 
 
@@ -75,7 +75,7 @@ def one_by_one(rounds: Rounds, params: Params, cold: Sequence[Bucket]) -> Built:
 
 def in_parallel(rounds: Rounds, params: Params, cold: Sequence[Bucket], at_once: int) -> Built:
     """Each bucket's entry, as it is done; one that another process has built meanwhile is not built again."""
-    rounds.say(f"compiling {', '.join(map(name, cold))}, {at_once} at once, about {clock(rounds.pace())} each")
+    rounds.say(f"compiling {', '.join(map(name, cold))}, {at_once} at once, about {clock(rounds.pace(cold))} each")
     forms: Any = tree_map(form, params)
     model = rounds.model.target, rounds.model.drafter, rounds.backend  # operators cannot be sent
     threads = max(1, (os.cpu_count() or 1) // at_once)

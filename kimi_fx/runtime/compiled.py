@@ -1,8 +1,8 @@
 """One bucket, one function: compiled whole and ahead of time, written as bytes, loaded without tracing.
 
-`ddtree_step` and `prefill_step` are traced as they stand, over the dispatcher's operators, with the number of pages
-and the width of the page table left open. A loaded function has their signature and checks nothing when called:
-`signature` is compared once. All runs under `no_grad`; a compiled function refuses tensors of `inference_mode`.
+`ddtree_step` and `prefill_step` are traced as they stand, with the number of pages and the width of the page table left
+open. A loaded function has their signature and checks nothing when called: `signature` is compared once. All runs under
+`no_grad`; a compiled function refuses tensors of `inference_mode`.
 """
 
 import time

@@ -5,7 +5,6 @@ are and on how many threads is not among it: no graph sees it. Nor is a rank's o
 """
 
 import hashlib
-import os
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -16,14 +15,17 @@ from typing import Any
 
 import torch
 
-from ..config import environment
+from ..config import environment, environment_of
 from ..graphs.params import drafter_plan, target_plan
 from ..graphs.pytree import tree_leaves
 from ..graphs.state import Model
 from .build import source_folder
 from .tensorrt import versions
 
-FREE = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")  # of Inductor's settings, which change no code
+FREE = (
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+)  # settings of Inductor that change no code; all others count
 PACKAGE = Path(__file__).parents[1]
 # What is compiled, and what is noted of it
 TRACED = ("config.py", "graphs/*.py", "ops/*.py", "runtime/compiled.py", "runtime/store.py", "runtime/tensorrt.py")
@@ -47,7 +49,7 @@ def ingredients(model: Model, dtype: torch.dtype, device: torch.device) -> dict[
     for pattern in TRACED:
         for file in sorted(PACKAGE.glob(pattern)):
             found[f"kimi_fx/{file.relative_to(PACKAGE).as_posix()}"] = digest(file.read_bytes())
-    found |= {name: os.environ[name] for name in os.environ if name.startswith("TORCHINDUCTOR_") and name not in FREE}
+    found |= {name: value for name, value in environment_of("TORCHINDUCTOR_").items() if name not in FREE}
     if not on_cuda:  # the compiler's command, by which Inductor names what it compiles
         found |= {"CXX": environment("CXX") or "as found", "headers": f"{get_path('include')}, {torch.__path__[0]}"}
     else:

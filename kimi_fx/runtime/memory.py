@@ -20,7 +20,6 @@ from ..graphs.params import Leaf, drafter_plan, target_plan
 from ..graphs.pytree import tree_leaves
 from ..graphs.state import Model, Shape, empty_pool, empty_state
 from ..ops import KERNELS
-from ..ops.linear import ROWS
 from ..request import Plan
 from .buckets import Bucket, buckets, name, tokens
 from .pages import pages_for
@@ -164,11 +163,9 @@ def attention(model: Model, T: int) -> int:
 
 
 def moe(model: Model, T: int) -> int:
-    """Elements: rows of all pairs of token and expert in and out, twice in fp32, and the router's input in fp32, as are
-    its weights on a CPU where rows are too many for the kernel."""
+    """Elements: rows of all pairs of token and expert in and out, twice in fp32, and the router's input in fp32."""
     t = model.target
-    router = 2 * t.E * t.D if T > ROWS else 0
-    return T * (t.K * (6 * t.D + 4 * t.I // model.ranks) + 4 * t.E + 3 * t.D) + router
+    return T * (t.K * (6 * t.D + 4 * t.I // model.ranks) + 4 * t.E + 3 * t.D)
 
 
 def head(bucket: Bucket, model: Model, size: int) -> int:

@@ -22,8 +22,9 @@ from ..config import Config
 from ..graphs.params import Params
 from ..graphs.pytree import tree_map
 from ..graphs.state import Emitted, KVPool, Shape, StepState, slots
+from ..ops.linear import ROWS
 from ..request import Plan
-from .buckets import Bucket, Chunk, buckets, fit, name
+from .buckets import Bucket, Chunk, buckets, fit, name, tokens
 from .build import cache_folder
 from .capture import Graphs
 from .compiled import Arguments, Step, compile_step, example, load_step, signature
@@ -31,10 +32,11 @@ from .flight import in_one_piece
 from .ingredients import ingredients
 from .load import Loaded
 from .ranks import Ranks
-from .store import Store, StoreError
+from .store import Store
 from .tensorrt import check_backend, operators
 
 FIXED, PER_LAYER = 5.0, 1.0  # seconds that compiling takes on a server
+MANY = 2  # times that of more rows than the kernels take, whose products the compiler sees
 UNRECORDED = 4  # times that where steps are not recorded, which is mostly C++ for a CPU
 
 
@@ -87,7 +89,6 @@ class Rounds:
         self.store = Store(cache_folder(), ingredients(self.model, loaded.dtype, loaded.device))
         self.budget = plan.budget
         self.graphs = Graphs(loaded.device) if recorded(loaded.device, loaded.dtype) else None
-        self.on_cpu = loaded.device.type == "cpu"
         self.may_build = not config.run.require_warm
         self.steps: dict[Bucket, Step] = {}
         self.calls: dict[Bucket, Callable[[], Any]] = {}  # over buffers that stay where they are
@@ -95,6 +96,11 @@ class Rounds:
         self.ranks: Ranks | None = None  # once this process is one of several
         if not self.may_build and (cold := self.cold()):
             raise ValueError(f"run.require_warm=true, but {self.lack(cold)}: run kimi-fx warmup with these settings.")
+        if loaded.device.type == "cpu" and re.search(r"[\s'\"]", str(self.store.root)) and self.cold():
+            raise ValueError(
+                f"{self.store.root} has a blank or a quote in it, with which Inductor's calls of a C++ compiler fail: "
+                "set KIMI_FX_CACHE to another folder."
+            )
 
     def decode(self, shape: Shape, params: Params, pool: KVPool, state: StepState) -> Any:
         """One round of the first slots, as `ddtree_step` gives it but of as many slots as the bucket has, those beyond
@@ -137,7 +143,7 @@ class Rounds:
         """Make ready what the store has, largest first, so that later captures find memory; say what it lacks."""
         cold = self.cold()
         if cold:
-            takes = f"takes about {clock(self.pace())}, or ahead by kimi-fx warmup"
+            takes = f"takes about {clock(self.pace(cold))}, or ahead by kimi-fx warmup"
             self.say(f"{self.lack(cold)}: each is compiled when first needed and {takes}.")
         if all(b.nodes <= self.budget for b in self.buckets if isinstance(b, Shape)):
             self.say(f"rounds of {self.budget + 1} nodes are in no bucket of run.nodes and run operator by operator")
@@ -170,12 +176,7 @@ class Rounds:
         """Compile a bucket into the store, unless another process has by now; its entry."""
         if not self.may_build:
             raise RuntimeError(f"run.require_warm=true, but {name(bucket)} is gone from {self.store.folder}.")
-        if self.on_cpu and re.search(r"[\s'\"]", str(self.store.root)):
-            raise StoreError(
-                f"{self.store.root} has a blank or a quote in it, with which Inductor's calls of a C++ compiler fail: "
-                "set KIMI_FX_CACHE to another folder."
-            )
-        self.say(f"compiling {name(bucket)}, which takes about {clock(self.pace())}")
+        self.say(f"compiling {name(bucket)}, which takes about {clock(self.pace([bucket]))}")
         with self.store.building(quiet=not self.speaks):
             if entry := self.store.entry(name(bucket)):
                 return entry
@@ -189,11 +190,12 @@ class Rounds:
         assert entry is not None
         return entry
 
-    def pace(self) -> float:
-        """Seconds that compiling a step takes: the mean of those built with these ingredients, else by the layers."""
+    def pace(self, cold: Sequence[Bucket]) -> float:
+        """Seconds that compiling one takes: the mean of those built with these ingredients, else by the layers."""
         m = self.model
-        guess = FIXED + PER_LAYER * (m.target.layers + (m.drafter.layers if m.drafter else 0))
-        return self.store.pace() or guess * (UNRECORDED if self.graphs is None else 1)
+        layers = m.target.layers + (m.drafter.layers if m.drafter else 0)
+        each = PER_LAYER * (MANY if self.graphs and any(tokens(bucket) > ROWS for bucket in cold) else 1)
+        return self.store.pace() or (FIXED + each * layers) * (UNRECORDED if self.graphs is None else 1)
 
     def cold(self) -> list[Bucket]:
         """Buckets that the store lacks, be it that of one rank: whether one is loaded is the same on all."""

@@ -5,7 +5,7 @@
         inductor/        Inductor's own cache: kernels, their sources, of all functions; TensorRT engines
         <name>.aot       one function
         <name>.json      its checksums, those of all kernels it may load, seconds it took; written last
-        <name>.damaged   the same, of what did not have them when it was looked at
+        <name>.damaged   a mark: the function was here, and a file was not as noted
 
 Files appear whole or not at all, and one process at a time builds, never in `inductor` itself: Inductor trusts what it
 finds, so it is only shown kernels with the checksum that a note has. A folder may be copied to an equal machine. Knows
@@ -30,7 +30,6 @@ from typing import Any, BinaryIO
 from ..checkpoint.files import parse_json
 
 MANIFEST = "manifest.json"
-DAMAGED = ".damaged"  # a note of what is
 BUILD = "build-"  # folders of builds that run, or were broken off
 LONGEST = 1e9  # seconds that a build may have taken
 LABEL = ("torch", "cuda", "triton", "arch")  # ingredients that the folder's name shows
@@ -65,9 +64,12 @@ class Store:
     def code(self, name: str) -> Path:
         return self.folder / f"{name}.aot"
 
+    def mark(self, name: str) -> Path:
+        return self.folder / f"{name}.damaged"
+
     def entry(self, name: str) -> dict[str, Any] | None:
-        """What `add` noted, if the function is here and sound; where a file is damaged the note is put aside with a
-        warning. StoreError for files that this user may not read."""
+        """What `add` noted, if the function is here and sound; where a file is damaged the note is removed with a
+        warning, and a mark left. StoreError for files that this user may not read."""
         note = self.folder / f"{name}.json"
         with told(self.folder):
             if not note.exists():
@@ -78,8 +80,8 @@ class Store:
             if files and not damaged:
                 return entry
             warn(f"{(*damaged, note)[0]} is damaged or gone: {name} has to be built again.")
-            # `add` replaces the files, and others that noted them are to see the damage too
-            os.replace(note, note.with_suffix(DAMAGED))
+            write(self.mark(name), b"")
+            remove(note)  # `add` replaces the files, and others that noted them are to see the damage too
         return None
 
     def sound(self) -> dict[str, str]:
@@ -135,13 +137,13 @@ class Store:
             files[key] = sound.get(key) or checksum(file)
         note = {"seconds": seconds, "arguments": list(arguments), "files": files}
         write(self.folder / f"{name}.json", json.dumps(note, indent=1).encode())
-        remove(self.folder / f"{name}{DAMAGED}")
+        remove(self.mark(name))
 
     def make_folder(self, folder: Path) -> None:
         """With those it is in; files in their places go."""
         for way in (*reversed(folder.relative_to(self.folder).parents), folder.relative_to(self.folder)):
-            if (place := self.folder / way).exists() and not place.is_dir():
-                place.unlink()
+            if not (place := self.folder / way).is_dir():
+                place.unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
@@ -155,7 +157,7 @@ class Store:
 
     def why_cold(self, names: Sequence[str]) -> str:
         """How this folder came to lack these: damage, or the nearest folder of the cache, and what differs there."""
-        if damaged := sum((self.folder / f"{name}{DAMAGED}").exists() for name in names):
+        if damaged := sum(self.mark(name).exists() for name in names):
             return f"{damaged} damaged" + (", the others not built yet" if damaged < len(names) else "")
         if (self.folder / MANIFEST).exists():
             return "not built there yet"

@@ -179,8 +179,11 @@ def test_a_nan_stays_in_its_row() -> None:
 
 
 def test_many_rows_and_other_dtypes_take_the_reference() -> None:
-    check(layer.norm_linear(draw(0), 200, 512, 64, wide=False))
+    """Called directly or not, an operator takes any number of rows."""
+    many = layer.norm_linear(draw(0), 200, 512, 64, wide=False)
+    check(many)
     check(layer.norm_route(draw(0), 200, 512, 64, 64, 8, padding=0.3))
+    assert torch.equal(torch.ops.kimi_fx.norm_linear(*many.args), call(many)[0])
     case = layer.norm_linear(Draw(0, "cuda", torch.float32), 5, 512, 64, wide=True)
     torch.testing.assert_close(call(case)[0].double(), case.expected[0], rtol=1e-3, atol=1e-3)
 

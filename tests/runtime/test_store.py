@@ -193,6 +193,13 @@ def test_damage_is_the_reason_until_it_is_built_again(store: Store) -> None:
     assert store.why_cold(["other"]) == store.why_cold(["round"]) == "not built there yet"
 
 
+def test_several_may_see_the_same_damage(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has removed the note meanwhile."""
+    (store.folder / "round.aot").write_bytes(b"")
+    monkeypatch.setattr("kimi_fx.runtime.store.warn", lambda _: (store.folder / "round.json").unlink())
+    assert store.entry("round") is None and store.why_cold(["round"]) == "1 damaged"
+
+
 def test_what_is_in_the_way_and_what_was_left_goes(store: Store) -> None:
     """A link named like a build, a writer's file that nobody finished, files in the places of folders."""
     fill(store, "later")
@@ -203,7 +210,7 @@ def test_what_is_in_the_way_and_what_was_left_goes(store: Store) -> None:
     assert store.entry("round") is None and fill(store).entry("round")
     assert not list(store.folder.glob("build-*")) and not list(store.folder.glob("*.tmp"))
     shutil.rmtree(store.inductor)
-    store.inductor.write_bytes(b"")
+    store.inductor.symlink_to(store.root / "gone")
     assert store.entry("round") is None and fill(store).entry("round")
 
 
