@@ -332,8 +332,13 @@ def package_path(path: str) -> Path:
 
 
 def environment(name: str) -> str | None:
-    """The one place where the environment is read."""
+    """The value of a variable."""
     return os.environ.get(name)
+
+
+def environment_of(prefix: str) -> dict[str, str]:
+    """All variables whose names begin so."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
 
 
 def see_only(index: int) -> None:
@@ -342,11 +347,6 @@ def see_only(index: int) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(index)] if visible is None else visible.split(",")[index : index + 1]
     os.environ["CUDA_VISIBLE_DEVICES"] = "".join(names)
-
-
-def environment_of(prefix: str) -> dict[str, str]:
-    """All variables whose names begin so."""
-    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
 
 
 @contextmanager

@@ -222,7 +222,7 @@ def requests(case: Case) -> str:
     """Sampling, and the prompts that are named, as `generate` checks them. Of a geometry that ships without a tokenizer
     texts and stop strings are left alone."""
     config, (ask, model), bare = case.config, case.ask(), "target" in case.shipped
-    text = Text(None, None, (), {}) if bare else read_text(target_folder(config), model.target.V)
+    text = Text() if bare else read_text(target_folder(config), model.target.V)
     loaded = Loaded(None, model, case.device, case.dtype, text)
     named = any(getattr(config, source) is not None for source in (*KINDS, "prompts", "limit"))
     read = read_prompts(config) if named else [Prompt([0], {})]
@@ -259,7 +259,7 @@ def steps(case: Case) -> str | None:
     ask, model = case.ask()
     if case.planned:
         return f"{len(buckets(case.config, model, ask.plan))} to compile, the artefact store is not looked at"
-    loaded = Loaded(None, model, case.device, case.dtype, Text(None, None, (), {}))
+    loaded = Loaded(None, model, case.device, case.dtype, Text())
     rounds = Rounds(case.config, loaded, ask.plan)
     cold = rounds.cold()
     if not cold:

@@ -86,10 +86,11 @@ def _read_file(path: Path) -> list[Prompt]:
     lines = enumerate(text.split("\n"), 1)  # not splitlines: JSON may hold other line separators
     prompts, wrong = [], []
     for number, text in lines:
-        try:
-            prompts += [_line(text, f"{path}, line {number}")] if text.strip() else []
-        except ValueError as error:
-            wrong.append(str(error))
+        if text.strip():
+            try:
+                prompts.append(_line(text, f"{path}, line {number}"))
+            except ValueError as error:
+                wrong.append(str(error))
     if wrong:
         more = [f"and {len(wrong) - SHOWN} more."] if len(wrong) > SHOWN else []
         raise ValueError("\n".join([*wrong[:SHOWN], *more]))

@@ -171,7 +171,6 @@ cudaError_t launch_head(const DraftParams& p, int arch, cudaStream_t stream) {
         on_warpgroups(p, arch) ? launch_draft_wgmma(p, stream) : launch_partials<Head>(p, arch, stream);
     if (error != cudaSuccess) return error;
     int threads = std::clamp(ceil_div(4 * p.splits, 32) * 32, 32, kJoinThreads);
-    static_assert(kMaxSplits <= kJoinThreads);
     return launch_in_clusters(join_kernel<Head>, dim3(p.S * p.H, p.B), threads, 0, 1, arch, stream, p);
 }
 

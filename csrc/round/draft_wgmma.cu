@@ -1,5 +1,5 @@
-// Grouped-query attention of the drafter's block on the warpgroup matrix unit (sm_90a), heads of 128 columns: mma.sync's
-// rate is the limit where 16 slots have 8 heads to a key head. Other chips and heads of 64 columns take
+// Grouped-query attention of the drafter's block on the warpgroup matrix unit (sm_90a), heads of 128 columns:
+// mma.sync's rate is the limit where 16 slots have 8 heads to a key head. Other chips and heads of 64 columns take
 // draft_attention.cu's kernel; its second launch adds up the splits of both, which are in half precision, saturated at
 // 65,504 (draft_attention.h).
 //
@@ -17,7 +17,7 @@
 namespace kimi_fx::round {
 namespace {
 
-constexpr int kRows = 64;   // of a warpgroup
+constexpr int kRows = kWideRows / 2;  // of a warpgroup
 constexpr int kStages = 6;  // even: where warpgroups take turns, each has stages of its own
 constexpr int kMathThreads = 256;
 constexpr int kThreads = kMathThreads + 128;
@@ -182,7 +182,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 cudaError_t launch_draft_wgmma(const DraftParams& p, cudaStream_t stream) {
-    static_assert(WarpgroupRows::kHead == kWideHead && 2 * kRows == kWideRows);
     static_assert(kStages % 2 == 0 && sizeof(Shared) <= 227 * 1024);
     constexpr int kPages = 1 << 25;  // the pool's size is not known here; page ids are in range
     uint64_t row = uint64_t(p.KV) * kWideHead;

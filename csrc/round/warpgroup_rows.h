@@ -16,8 +16,6 @@ constexpr float kLowest = -1e30f;  // stands for "nothing seen yet"; finite, so 
 
 // A thread has two rows, `row` and row + 8, and of each 8 columns two.
 struct WarpgroupRows {
-    static constexpr int kHead = 128;
-
     int lane, row, total;  // rows from `total` on repeat the last: they are computed and not written
     uint32_t q[8][4];
     float o[64] = {};
@@ -32,7 +30,7 @@ struct WarpgroupRows {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             int r = min(row + 8 * h, total - 1), head = kv * group + r % group;
-            const __nv_bfloat16* from = p.q + ((int64_t(b) * p.S + r / group) * p.H + head) * kHead + lane % 4 * 2;
+            const __nv_bfloat16* from = p.q + ((int64_t(b) * p.S + r / group) * p.H + head) * kWideHead + lane % 4 * 2;
 #pragma unroll
             for (int k = 0; k < 8; ++k) {
                 q[k][h] = *reinterpret_cast<const uint32_t*>(from + k * 16);

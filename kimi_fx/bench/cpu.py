@@ -14,7 +14,7 @@ from ..config import KEYS, Mode
 from ..engine import Engine
 from ..inputs import check_each, read_plain
 from ..runtime.load import target_folder
-from .acceptance import UNUSED as ALSO
+from . import acceptance
 from .huggingface import check_installed, huggingface
 from .record import record, say, table
 
@@ -27,7 +27,7 @@ USUAL = [
     "sampling.max_tokens=128",
 ]
 SAMPLING = {key: "its texts are greedy" for key in KEYS if key.startswith("sampling.") and key != "sampling.max_tokens"}
-UNUSED = SAMPLING | ALSO
+UNUSED = SAMPLING | acceptance.UNUSED
 Way = Callable[[list[int]], list[int]]
 
 

@@ -92,7 +92,7 @@ def rounds_of(config: Config, model: Model, params: Params, device: torch.device
     """Where the rank's compiled rounds come from: the artefact store or the compiler."""
     nodes = config.run.nodes if model.drafter else (1,)
     budget = max(nodes or (1,)) - 1
-    loaded = Loaded(params, replace(model, ops=KERNELS), device, dtype, Text(None, None, (), {}))
+    loaded = Loaded(params, replace(model, ops=KERNELS), device, dtype, Text())
     config = replace(config, run=replace(config.run, nodes=nodes))
     return Rounds(config, loaded, Plan("tree" if budget else "plain", budget, max(1, budget)))
 

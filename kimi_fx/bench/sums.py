@@ -159,7 +159,7 @@ def passes(
     ranks: Ranks, mesh: DeviceMesh, config: Config, model: Model, sizes: Sequence[int], device: torch.device
 ) -> Iterator[dict[str, float]]:
     """The forward pass of each size: its time, and how much of it is sums."""
-    loaded = Loaded(None, model, device, torch.bfloat16, Text(None, None, (), {}))
+    loaded = Loaded(None, model, device, torch.bfloat16, Text())
     loaded = replace(loaded, params=random_weights(loaded, mesh))
     rounds = Rounds(replace(config, run=replace(config.run, nodes=(1,))), loaded, Plan("plain", 0, 1))
     rounds.ranks, ranks.release = ranks, rounds.release

@@ -107,7 +107,10 @@ def short_messages() -> Iterator[None]:
 @contextmanager
 def building_in(kernels: Path) -> Iterator[None]:
     """Inductor and Triton keep their files in the folder, and gradients are off as they are when a round runs."""
-    variables = {"TORCHINDUCTOR_CACHE_DIR": str(kernels), "TRITON_CACHE_DIR": str(kernels / "triton")}
-    variables["TRITON_CACHE_MANAGER"] = "kimi_fx.runtime.movable:Movable"
+    variables = {
+        "TORCHINDUCTOR_CACHE_DIR": str(kernels),
+        "TRITON_CACHE_DIR": str(kernels / "triton"),
+        "TRITON_CACHE_MANAGER": "kimi_fx.runtime.movable:Movable",
+    }
     with with_environment(variables), torch.inference_mode(False), torch.no_grad():
         yield

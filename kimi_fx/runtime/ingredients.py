@@ -22,10 +22,8 @@ from ..graphs.state import Model
 from .build import source_folder
 from .tensorrt import versions
 
-FREE = (
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TORCHINDUCTOR_COMPILE_THREADS",
-)  # settings of Inductor that change no code; all others count
+# Settings of Inductor that change no code; all others count
+FREE = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 PACKAGE = Path(__file__).parents[1]
 # What is compiled, and what is noted of it
 TRACED = ("config.py", "graphs/*.py", "ops/*.py", "runtime/compiled.py", "runtime/store.py", "runtime/tensorrt.py")

@@ -2,7 +2,7 @@
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,10 @@ from .weights import loaded_once
 class Text:
     """What a checkpoint folder says about text."""
 
-    tokenizer: Tokenizer | None  # None where there is no tiktoken.model: ids only
-    template: str | None  # the checkpoint's own chat template
-    stop_ids: tuple[int, ...]
-    defaults: dict[str, float]  # temperature, top_p, top_k of generation_config.json
+    tokenizer: Tokenizer | None = None  # None where there is no tiktoken.model: ids only
+    template: str | None = None  # the checkpoint's own chat template
+    stop_ids: tuple[int, ...] = ()
+    defaults: dict[str, float] = field(default_factory=dict)  # temperature, top_p, top_k of generation_config.json
 
     def describe(self) -> str:
         t = self.tokenizer
